@@ -45,7 +45,7 @@ def test_slowness_follows_its_distribution(distribution: dict[str, object], mean
     assert sum(drawn) / 2000 == pytest.approx(mean, rel=0.1)
 
 
-def test_a_clients_speed_depends_on_its_id_and_the_seed_alone() -> None:
+def test_the_speed_of_a_client_depends_only_on_its_id_and_the_seed() -> None:
     normal = {"distribution": "normal", "mean": 5.0, "sd": 1.0}
     forwards, backwards = _simulated(**normal), _simulated(**normal)
     ids = range(999_990, 1_000_001)
@@ -54,7 +54,7 @@ def test_a_clients_speed_depends_on_its_id_and_the_seed_alone() -> None:
     assert other.slowness(7) != forwards.slowness(7)
 
 
-def test_nobody_is_slower_than_a_minute_or_faster_than_nothing() -> None:
+def test_the_delay_of_a_client_is_between_zero_and_a_minute() -> None:
     wild = _simulated(distribution="normal", mean=0.0, sd=1000.0)
     assert {0.0, 60.0} == {
         wild.slowness(client_id) for client_id in range(1, 200) if wild.slowness(client_id) in (0, 60)
@@ -83,33 +83,33 @@ def test_sending_takes_bits_over_bandwidth() -> None:
         ({"distribution": "zipf", "s": "2"}, "expected a number, got '2'"),
     ],
 )
-def test_a_wrong_distribution_is_told_in_one_sentence(distribution: dict[str, object], words: str) -> None:
+def test_an_invalid_distribution_raises_a_one_sentence_error(distribution: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         _simulated(**distribution)
     assert issubclass(UnknownNameError, ConfigError)
 
 
-def test_a_synchronous_round_waits_for_all() -> None:
+def test_a_synchronous_round_waits_for_all_clients() -> None:
     clock = _clock(5.0, 3.0, 9.0)
     assert _ids(clock.gather(1, ServerConfig())) == [1, 2, 3]
     assert (clock.now, clock.busy()) == (9.0, set())
 
 
-def test_another_round_waits_for_as_many_as_it_needs() -> None:
+def test_an_asynchronous_round_waits_for_its_minimum_of_updates() -> None:
     clock = _clock(5.0, 3.0, 9.0)
     assert _ids(clock.gather(1, _WAITS_FOR_TWO)) == [1, 2]
     assert (clock.now, clock.busy()) == (5.0, {3})
 
 
-def test_it_does_not_wait_for_more_than_are_coming() -> None:
+def test_a_round_does_not_wait_for_more_clients_than_are_running() -> None:
     assert _ids(_clock(4.0).gather(1, _WAITS_FOR_TWO)) == [1]
 
 
-def test_whoever_is_ready_at_the_same_moment_is_taken_along() -> None:
+def test_clients_that_finish_at_the_same_time_are_all_used() -> None:
     assert _ids(_clock(5.0, 3.0, 5.0).gather(1, _WAITS_FOR_TWO)) == [1, 2, 3]
 
 
-def test_whoever_was_asked_too_long_ago_is_waited_for() -> None:
+def test_a_round_waits_for_clients_above_the_staleness_limit() -> None:
     config = ServerConfig(synchronous=False, minimum_clients_aggregated=1, staleness_bound=1)
     clock = _clock(5.0, 3.0, 9.0)
     assert _ids(clock.gather(1, config)) == [2]
@@ -120,20 +120,20 @@ def test_whoever_was_asked_too_long_ago_is_waited_for() -> None:
     assert clock.now == 9.0
 
 
-def test_a_server_with_a_rhythm_looks_at_its_beats_only() -> None:
+def test_a_periodic_server_collects_updates_only_at_its_period() -> None:
     config = ServerConfig(synchronous=False, minimum_clients_aggregated=2, staleness_bound=9, periodic_interval=4.0)
     clock = _clock(5.0, 3.0, 7.5, 8.5)
     assert _ids(clock.gather(1, config)) == [1, 2, 3]
     assert clock.now == 8.0
 
 
-def test_a_fault_is_no_update_to_wait_for() -> None:
+def test_a_fault_does_not_count_as_a_waited_update() -> None:
     clock = _clock(5.0, 3.0, 9.0)
     clock.expect(Arrival(1.0, 9, 1.0, Fault(9, 1, "timed out", "client 9 is slow")))
     assert _ids(clock.gather(1, _WAITS_FOR_TWO)) == [1, 2, 9]
 
 
-def test_the_clock_goes_on_from_its_state() -> None:
+def test_the_clock_continues_from_its_state() -> None:
     clock = _clock(5.0, 3.0, 9.0)
     clock.expect(Arrival(20.0, 9, 20.0, Fault(9, 1, "timed out", "client 9 is slow")))
     clock.gather(1, _WAITS_FOR_TWO)

@@ -1,4 +1,4 @@
-"""What a client costs beyond its steps, in numbers that are the same on every machine."""
+"""Cost of a client beyond its steps, in numbers that are the same on every machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dovetail.callbacks import Callback
 from dovetail.clients.simple import Client
 from dovetail.federated.data.sources import Datasource
 from dovetail.federated.messages import Task, Update
-from dovetail.runtime.signals import listening
+from dovetail.runtime.signals import install_handlers_once
 from dovetail.trainers import CompiledTrainer
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.composable import ComposableTrainer
@@ -42,7 +42,7 @@ class Sizes(Datasource):
 
 def make_client(data: Datasource, model: nn.Module, trainer: Trainer) -> Client:
     client = Client(trainer=trainer)
-    client.begin(model, data, FedAvg())
+    client.prepare(model, data, FedAvg())
     return client
 
 
@@ -86,12 +86,12 @@ def test_a_client_of_one_step_makes_at_most_500_python_calls_beyond_the_step() -
     for _ in range(2):
         ask(client, model, 1)
         step()
-    with listening():
+    with install_handlers_once():
         number = calls(lambda: ask(client, model, 2)) - calls(step)
     assert number <= 500, f"{number} calls around the step"
 
 
-def test_the_calls_around_a_client_do_not_grow_with_the_clients_before_it() -> None:
+def test_the_calls_per_client_do_not_grow_with_the_number_of_clients() -> None:
     model = make_model()
     client = make_client(Sizes(8, 8, 8), model, make_trainer(num_epochs=1))
     ask(client, model, 1)
@@ -107,7 +107,7 @@ def test_the_calls_around_a_client_do_not_grow_with_the_clients_before_it() -> N
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("steps_per_call", [pytest.param(1, marks=pytest.mark.torture), 2])
-def test_all_clients_share_one_graph_and_agree_with_eager_ones(steps_per_call: int) -> None:
+def test_compiled_clients_share_one_graph_and_equal_eager_ones(steps_per_call: int) -> None:
     model, data = make_model(), Sizes(40, 19, 7, 33, 8, 27)
     eager = make_client(data, model, make_trainer())
     compiled = make_client(data, model, CompiledTrainer(make_trainer(), steps_per_call=steps_per_call))
@@ -121,7 +121,7 @@ def test_all_clients_share_one_graph_and_agree_with_eager_ones(steps_per_call: i
 
 @needs_compiler
 @pytest.mark.slow
-def test_what_a_compiled_client_computes_does_not_depend_on_the_clients_before_it() -> None:
+def test_a_compiled_client_does_not_depend_on_earlier_clients() -> None:
     model, data = make_model(), Sizes(40, 19, 33, 27)
     client = make_client(data, model, CompiledTrainer(make_trainer(num_epochs=10)))
     forward = {client_id: ask(client, model, client_id).delta for client_id in (1, 2, 3, 4)}
@@ -132,9 +132,9 @@ def test_what_a_compiled_client_computes_does_not_depend_on_the_clients_before_i
 
 @needs_compiler
 @pytest.mark.slow
-def test_a_graph_reads_the_tensors_that_a_strategy_holds_for_this_client() -> None:
+def test_a_graph_reads_the_per_client_tensors_of_a_strategy() -> None:
     class NearTheStart(LossCriterionStrategy):
-        """Cross entropy, and the distance from the weights that the run began with."""
+        """Cross entropy, and the distance from the initial weights of the run."""
 
         def on_train_start(self, context: Any) -> None:
             self.start = [it.detach().clone() for it in context.model.parameters()]
@@ -145,7 +145,7 @@ def test_a_graph_reads_the_tensors_that_a_strategy_holds_for_this_client() -> No
 
     first, second = make_model(), make_model()
     with torch.no_grad():
-        # So near that no comparison of losses would tell the one start from the other.
+        # So near that no comparison of losses could distinguish the two starts.
         for value in second.parameters():
             value.add_(1e-2)
     data = Sizes(40, 24)
@@ -160,7 +160,7 @@ def test_a_graph_reads_the_tensors_that_a_strategy_holds_for_this_client() -> No
 
 @needs_compiler
 @pytest.mark.slow
-def test_a_tensor_that_nobody_is_known_to_hold_makes_later_clients_eager() -> None:
+def test_a_tensor_with_an_unknown_holder_makes_later_clients_eager() -> None:
     weight = torch.tensor([1.0, 2.0, 3.0])
 
     def weighted(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ class Steeper(Callback):
 
 @needs_compiler
 @pytest.mark.slow
-def test_a_layer_that_is_changed_for_a_client_is_noticed_every_time() -> None:
+def test_a_layer_changed_for_a_client_is_detected_every_time() -> None:
     torch.manual_seed(0)
     model, data = nn.Sequential(nn.Linear(4, 5), nn.LeakyReLU(), nn.Linear(5, 3)), Sizes(24, 24)
     eager = make_client(data, model, make_trainer(callbacks=[Steeper()]))
@@ -196,7 +196,7 @@ def test_a_layer_that_is_changed_for_a_client_is_noticed_every_time() -> None:
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("is_known", [True, False])
-def test_a_step_of_known_pieces_is_compared_with_an_eager_one_for_the_first_client_only(is_known: bool) -> None:
+def test_a_step_of_known_strategies_is_checked_only_for_the_first_client(is_known: bool) -> None:
     def somebodys(outputs: Tensor, labels: Tensor) -> Tensor:
         return nn.functional.cross_entropy(outputs, labels)
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from dovetail.callbacks import Callback
 from dovetail.errors import ConfigError
-from dovetail.federated.fleet import FleetTrainer, Member, stacked, why_alone
+from dovetail.federated.fleet import FleetTrainer, Member, fleet_obstacle, stack_models
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.context import Phase
 from dovetail.trainers.decorators import AMPTrainer
@@ -78,7 +78,9 @@ def data_of(shape: tuple[int, ...], dtype: torch.dtype) -> list[tuple[torch.Tens
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float64, 1e-14)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_fleet_is_each_of_its_members(kind: str, optimizer: str, dtype: torch.dtype, tolerance: float) -> None:
+def test_a_fleet_equals_each_of_its_members_alone(
+    kind: str, optimizer: str, dtype: torch.dtype, tolerance: float
+) -> None:
     make, shape = MODELS[kind]
     torch.manual_seed(0)
     model, data = make().to(dtype), data_of(shape, dtype)
@@ -97,12 +99,12 @@ def test_a_fleet_is_each_of_its_members(kind: str, optimizer: str, dtype: torch.
             torch.testing.assert_close(value, alone.model.state_dict()[name], rtol=0, atol=tolerance)
 
 
-def test_members_may_begin_with_different_weights_and_move_by_a_schedule_of_updates() -> None:
+def test_members_may_start_with_different_weights_and_an_update_schedule() -> None:
     models = [nn.Linear(6, 3) for _ in SIZES]
     data = data_of((6,), torch.float32)
     options = {"lr_scheduler_strategy": LinearLRSchedulerStrategy(total_iters=10, interval="update")}
     members = [Member(model.state_dict(), own, 0) for model, own in zip(models, data, strict=True)]
-    assert why_alone(trainer_of(models[0], **options)) is None
+    assert fleet_obstacle(trainer_of(models[0], **options)) is None
     fleet = FleetTrainer(trainer_of(copy.deepcopy(models[0]), **options), members)
     fleet.train_together()
     for position, (model, own) in enumerate(zip(models, data, strict=True)):
@@ -112,7 +114,7 @@ def test_members_may_begin_with_different_weights_and_move_by_a_schedule_of_upda
         torch.testing.assert_close(fleet.state_of(position), alone.model.state_dict(), rtol=0, atol=1e-6)
 
 
-def test_a_member_that_is_not_finite_is_alone_with_it() -> None:
+def test_a_member_that_is_not_finite_does_not_affect_others() -> None:
     model = nn.Linear(6, 3)
     data = data_of((6,), torch.float32)
     bad = (torch.full_like(data[1][0], torch.inf), data[1][1])
@@ -150,7 +152,7 @@ BY_UPDATES = LinearLRSchedulerStrategy(total_iters=10, interval="update")
         ({"lr_scheduler_strategy": BY_UPDATES}, (25, 7), "a schedule continues in a second phase"),
     ],
 )
-def test_phases_continue_only_what_members_have_counted_alike(
+def test_phases_continue_only_equal_counters_of_members(
     options: dict[str, Any], sizes: tuple[int, ...], reason: str | None
 ) -> None:
     model = nn.Linear(6, 3)
@@ -171,7 +173,7 @@ def test_phases_continue_only_what_members_have_counted_alike(
 
 
 @pytest.mark.parametrize("loss", [None, nn.functional.cross_entropy, CrossEntropyLossStrategy(ignore_index=2)])
-def test_labels_that_the_loss_ignores_are_an_error(loss: Any) -> None:
+def test_labels_ignored_by_the_loss_are_an_error(loss: Any) -> None:
     model = nn.Linear(6, 3)
     labels = torch.ones(16, dtype=torch.long)
     labels[9] = 2 if isinstance(loss, CrossEntropyLossStrategy) else -100
@@ -181,9 +183,9 @@ def test_labels_that_the_loss_ignores_are_an_error(loss: Any) -> None:
         FleetTrainer(trainer_of(model, **options), members).train_together()
 
 
-def test_the_names_of_a_stacked_model_are_those_of_the_model() -> None:
+def test_a_stacked_model_keeps_the_parameter_names() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1, bias=False))
-    many = stacked(model, [model.state_dict()] * 4)
+    many = stack_models(model, [model.state_dict()] * 4)
     assert {name: value.shape for name, value in many.state_dict().items()} == {
         name: (4, *value.shape) for name, value in model.state_dict().items()
     }
@@ -199,8 +201,8 @@ class Watching(Callback):
     ("model", "options", "reason"),
     [
         (nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), {}, "Dropout draws random numbers"),
-        (nn.BatchNorm1d(2), {}, "BatchNorm1d looks at the whole batch, and batches are padded"),
-        (nn.LSTM(2, 2), {}, "LSTM cannot be mapped over rows"),
+        (nn.BatchNorm1d(2), {}, "BatchNorm1d computes statistics over the whole batch, but batches are padded"),
+        (nn.LSTM(2, 2), {}, "LSTM cannot be mapped over clients by torch.func.vmap"),
         (nn.Linear(2, 2), {"accumulation_steps": 2}, "several batches share one update"),
         (
             nn.Linear(2, 2),
@@ -210,35 +212,35 @@ class Watching(Callback):
         (
             nn.Linear(2, 2),
             {"model_update_strategy": StateTrackingUpdateStrategy()},
-            "StateTrackingUpdateStrategy looks at one model",
+            "StateTrackingUpdateStrategy handles the model of one client",
         ),
-        (nn.Linear(2, 2), {"callbacks": [Watching()]}, "Watching wants to see every step"),
+        (nn.Linear(2, 2), {"callbacks": [Watching()]}, "Watching has a hook for every step"),
         (
             nn.Linear(2, 2),
             {"loss_strategy": CrossEntropyLossStrategy(weight=torch.ones(2))},
-            "the loss is no plain mean over samples",
+            "the loss is not an unweighted mean over samples",
         ),
-        (nn.Linear(2, 2), {"loss_strategy": nn.KLDivLoss()}, "the loss KLDivLoss may be no mean over samples"),
+        (nn.Linear(2, 2), {"loss_strategy": nn.KLDivLoss()}, "the loss KLDivLoss may not be a mean over samples"),
         (
             nn.Linear(2, 2),
             {"optimizer_strategy": DefaultOptimizerStrategy(lambda it: torch.optim.LBFGS(it.parameters()))},
-            "LBFGS may look at whole tensors",
+            "LBFGS may use whole tensors instead of single elements",
         ),
         (
             nn.Linear(2, 2),
             {"lr_scheduler_strategy": StepLRSchedulerStrategy()},
-            "a schedule moves at every epoch, which comes at another step for everyone",
+            "a schedule moves at every epoch, which is at a different step for each client",
         ),
         (
             nn.Linear(2, 2),
             {"lr_scheduler_strategy": ReduceLROnPlateauSchedulerStrategy(interval="update")},
-            "ReduceLROnPlateau follows a metric, which each client has for itself",
+            "ReduceLROnPlateau follows a metric, which differs between clients",
         ),
     ],
 )
-def test_what_cannot_train_together_is_named(model: nn.Module, options: dict[str, Any], reason: str) -> None:
-    assert why_alone(ComposableTrainer(model, verbose=False, **options)) == reason
+def test_members_that_cannot_be_vectorized_are_named(model: nn.Module, options: dict[str, Any], reason: str) -> None:
+    assert fleet_obstacle(ComposableTrainer(model, verbose=False, **options)) == reason
 
 
-def test_a_layer_around_the_trainer_is_named() -> None:
-    assert why_alone(AMPTrainer(trainer_of(nn.Linear(2, 2)))) == "AMPTrainer is a layer around the trainer"
+def test_a_layer_around_the_trainer_is_named_as_a_reason() -> None:
+    assert fleet_obstacle(AMPTrainer(trainer_of(nn.Linear(2, 2)))) == "AMPTrainer is a layer around the trainer"

@@ -31,7 +31,7 @@ from dovetail.federated.postprocess import (
 
 @dataclass
 class Noted(Postprocessor):
-    """Writes down who called it."""
+    """Records the side that called it."""
 
     name: str
     calls: list[str]
@@ -82,7 +82,7 @@ def task(seed: int = 0, client_id: int = 1, **config: Any) -> Task:
 GATHERING = Gathering(1, [1, 2, 3], WEIGHTS)
 
 
-def test_a_chain_goes_up_in_order_and_down_in_reverse() -> None:
+def test_a_chain_runs_in_order_upward_and_in_reverse_downward() -> None:
     calls: list[str] = []
     chain = Chain([Noted("a", calls), Noted("b", calls)])
     sent = chain.encode(update(), task(), {})
@@ -104,7 +104,7 @@ def test_an_empty_chain_changes_nothing() -> None:
     assert state == chain.state_dict() == {}
 
 
-def test_every_step_draws_its_own_numbers_from_the_seed_of_the_task() -> None:
+def test_every_postprocessor_draws_separate_numbers_from_the_task_seed() -> None:
     chain = Chain([Dice(), Dice()])
     first, again, other = (chain.encode(update(), task(seed), {}).delta for seed in (3, 3, 4))
     assert first["dice3"] == again["dice3"]
@@ -112,19 +112,19 @@ def test_every_step_draws_its_own_numbers_from_the_seed_of_the_task() -> None:
     assert len({float(value) for value in (first["dice3"], first["dice4"], other["dice3"], other["dice4"])}) == 4
 
 
-def test_every_step_draws_its_own_numbers_from_the_seed_of_the_round() -> None:
+def test_every_postprocessor_draws_separate_numbers_from_the_round_seed() -> None:
     mean = Chain([Dice(), Dice()]).aggregated({}, [], GATHERING)
     assert mean["dice0"] != mean["dice1"]
 
 
-def test_every_step_keeps_its_own_state_beside_that_of_others() -> None:
+def test_every_postprocessor_has_separate_state() -> None:
     chain, state = Chain([Dice(), "weighting", Dice()]), {"algorithm": {"c": 1}}
     for _ in range(2):
         chain.encode(update(), task(), state)
     assert state == {"algorithm": {"c": 1}, "postprocessors": {"0": {"rounds": 2}, "2": {"rounds": 2}}}
 
 
-def test_a_state_that_was_given_is_not_changed_inside() -> None:
+def test_a_given_state_is_not_changed_in_place() -> None:
     before = {"postprocessors": {"0": {"rounds": 1}}}
     given = dict(before)
     Chain([Dice()]).encode(update(), task(), given)
@@ -132,7 +132,7 @@ def test_a_state_that_was_given_is_not_changed_inside() -> None:
     assert given == {"postprocessors": {"0": {"rounds": 2}}}
 
 
-def test_sizes_are_reported() -> None:
+def test_postprocessors_report_sizes() -> None:
     sent = Chain([{"quantization": {"bits": 8}}]).encode(update(), task(), {})
     assert sent.metrics["raw_bytes"] == 205 * 4 + 8
     # One byte per number, two floats of range per tensor, and the whole number.
@@ -143,7 +143,7 @@ CODECS = [Quantization(8), Quantization(4), QSGD(), Bfloat16(), TopK(0.1), Zstd(
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
-def test_codecs_give_back_names_shapes_and_types(codec: Postprocessor) -> None:
+def test_codecs_restore_names_shapes_and_dtypes(codec: Postprocessor) -> None:
     weights = {
         "a/b": torch.randn(3, 5),
         "scalar": torch.tensor(2.5, dtype=torch.float64),
@@ -161,7 +161,7 @@ def test_codecs_give_back_names_shapes_and_types(codec: Postprocessor) -> None:
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
-def test_what_is_not_finite_stays_so(codec: Postprocessor, bad: float) -> None:
+def test_codecs_keep_values_that_are_not_finite(codec: Postprocessor, bad: float) -> None:
     value = torch.randn(100)
     value[17] = bad
     back = Chain([codec]).unpack(Chain([codec]).pack({"w": value}, seed=1))
@@ -169,7 +169,7 @@ def test_what_is_not_finite_stays_so(codec: Postprocessor, bad: float) -> None:
 
 
 @pytest.mark.parametrize("step", [*CODECS, PairwiseMasks()], ids=repr)
-def test_encoded_updates_go_wherever_arrays_go(step: Postprocessor) -> None:
+def test_encoded_updates_can_be_serialized_as_arrays(step: Postprocessor) -> None:
     chain = Chain([step])
     sent = chain.encode(update(), task(cohort=[1]), {})
     gathering = Gathering(1, [1], WEIGHTS)
@@ -181,7 +181,7 @@ def test_encoded_updates_go_wherever_arrays_go(step: Postprocessor) -> None:
         assert all(torch.equal(carried.delta[name], value) for name, value in straight.delta.items())
 
 
-def test_lossless_and_lossy_codecs_follow_each_other() -> None:
+def test_lossless_and_lossy_codecs_can_be_chained() -> None:
     lossy, all_of_them = Chain([TopK(0.2), Quantization(8)]), Chain([TopK(0.2), Quantization(8), Zstd()])
     sent = all_of_them.encode(update(), task(), {})
     assert set(sent.delta) == {"zstd"}
@@ -191,7 +191,7 @@ def test_lossless_and_lossy_codecs_follow_each_other() -> None:
     assert all(torch.equal(here.delta[name], there.delta[name]) for name in WEIGHTS)
 
 
-def test_an_update_that_cannot_be_read_is_a_fault_and_the_others_go_on() -> None:
+def test_an_undecodable_update_is_a_fault_and_the_others_are_used() -> None:
     chain = Chain([TopK(0.2), Quantization(4), Zstd()])
     good = chain.encode(update(client_id=1), task(), {})
     bad = Update(2, 1, 10, delta={"zstd": torch.zeros(9, dtype=torch.uint8)})
@@ -205,27 +205,27 @@ def test_an_update_that_cannot_be_read_is_a_fault_and_the_others_go_on() -> None
     assert faults[0].reason.startswith("client 2: Zstd cannot read its update: no zstd frame: ")
 
 
-def test_weights_go_down_once_and_the_same_for_all() -> None:
+def test_weights_are_encoded_once_for_all_clients() -> None:
     chain = Chain(["qsgd", "zstd"])
     packed = chain.pack(update().delta, seed=5)
     assert torch.equal(packed["zstd"], chain.pack(update().delta, seed=5)["zstd"])
     assert list(chain.unpack(packed)) == list(WEIGHTS)
 
 
-def test_only_codecs_go_down() -> None:
-    with pytest.raises(ConfigError, match="NormClip is for updates: what goes down to clients takes codecs only"):
+def test_only_codecs_apply_to_weights_sent_to_clients() -> None:
+    with pytest.raises(ConfigError, match="NormClip processes updates only: inbound_processors accepts codecs only"):
         Chain([NormClip(1.0), "qsgd"]).pack(WEIGHTS, seed=0)
 
 
 @pytest.mark.parametrize("encoding", [QSGD(), PairwiseMasks()])
-def test_what_needs_the_tensors_of_the_model_comes_before_codecs(encoding: Postprocessor) -> None:
+def test_postprocessors_that_need_model_tensors_precede_codecs(encoding: Postprocessor) -> None:
     with pytest.raises(
         ConfigError, match=f"NormClip after {type(encoding).__name__} would not see the model's tensors"
     ):
         Chain([encoding, NormClip(1.0)])
 
 
-def test_steps_are_given_as_objects_names_or_names_with_arguments() -> None:
+def test_postprocessors_are_given_as_objects_names_or_names_with_arguments() -> None:
     chain = Chain([Weighting("uniform"), "weighting", {"norm_clip": {"max_norm": 2.0}}, {"zstd": None}])
     assert chain.steps == (Weighting("uniform"), Weighting(), NormClip(2.0), Zstd())
     assert len(chain) == 4
@@ -242,25 +242,25 @@ def test_steps_are_given_as_objects_names_or_names_with_arguments() -> None:
         (5, "postprocessor: expected a name, or one name with its arguments, got 5"),
     ],
 )
-def test_mistakes_in_a_list_are_told_in_a_sentence(spec: Any, message: str) -> None:
+def test_invalid_postprocessor_lists_raise_one_sentence_errors(spec: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Chain([spec])
     assert str(caught.value).startswith(message)
 
 
-def test_the_names_of_plato_mean_what_they_mean_there() -> None:
+def test_the_postprocessor_names_of_plato_have_their_meaning() -> None:
     names = {name: postprocessors.get(name) for name in ("model_quantize", "model_quantize_qsgd", "model_compress")}
     assert names == {"model_quantize": Bfloat16, "model_quantize_qsgd": QSGD, "model_compress": Zstd}
     with pytest.raises(UnknownNameError, match="did you mean 'model_compress'"):
         postprocessors.get("model_decompress")
 
 
-def test_tensors_that_a_codec_has_not_written_are_refused() -> None:
+def test_tensors_not_written_by_the_codec_are_rejected() -> None:
     with pytest.raises(DataError, match="'w' was not written by QSGD"):
         QSGD().unpack({"w": torch.zeros(1)})
 
 
-def test_the_state_of_the_server_s_half_goes_to_a_checkpoint_and_back() -> None:
+def test_the_server_state_of_postprocessors_is_checkpointed() -> None:
     chain, resumed = (Chain(["weighting", "gaussian_noise"]) for _ in range(2))
     chain.aggregated({"w": torch.zeros(1)}, [update()], GATHERING)
     assert set(chain.state_dict()) == {"1"}

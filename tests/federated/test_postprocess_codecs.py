@@ -1,4 +1,4 @@
-"""Codecs: what they lose, what they keep, and what they make of bytes that nobody has encoded."""
+"""Codecs: precision, round trips, and malformed bytes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def round_trip(codec: Codec, value: torch.Tensor, seed: int = 0) -> torch.Tensor
 
 @given(shape=SHAPES, seed=SEEDS, bits=st.sampled_from([4, 8]))
 @settings(deadline=None)
-def test_rounding_to_the_nearest_is_off_by_half_a_level_at_most(shape: list[int], seed: int, bits: Any) -> None:
+def test_nearest_rounding_errs_by_at_most_half_a_level(shape: list[int], seed: int, bits: Any) -> None:
     value = normal(shape, seed, torch.float64)
     level = (value.max() - value.min()) / (2**bits - 1)
     error = (round_trip(Quantization(bits, stochastic=False), value) - value).abs().max()
@@ -40,7 +40,7 @@ def test_rounding_to_the_nearest_is_off_by_half_a_level_at_most(shape: list[int]
 
 @given(shape=SHAPES, seed=SEEDS, bits=st.sampled_from([4, 8]))
 @settings(deadline=None)
-def test_rounding_by_chance_is_off_by_less_than_a_level(shape: list[int], seed: int, bits: Any) -> None:
+def test_stochastic_rounding_errs_by_less_than_a_level(shape: list[int], seed: int, bits: Any) -> None:
     value = normal(shape, seed, torch.float64)
     level = (value.max() - value.min()) / (2**bits - 1)
     error = (round_trip(Quantization(bits), value, seed) - value).abs().max()
@@ -48,7 +48,7 @@ def test_rounding_by_chance_is_off_by_less_than_a_level(shape: list[int], seed: 
 
 
 @pytest.mark.parametrize("codec", [Quantization(8), Quantization(4), QSGD(64), QSGD(4)], ids=repr)
-def test_the_mean_of_many_roundings_is_the_tensor(codec: Codec) -> None:
+def test_stochastic_rounding_is_unbiased(codec: Codec) -> None:
     value, repeats = normal([30], 0, torch.float64), 1000
     # Many tensors at once are many draws from one generator.
     packed = codec.pack({str(n): value for n in range(repeats)}, torch.Generator().manual_seed(1))
@@ -60,13 +60,13 @@ def test_the_mean_of_many_roundings_is_the_tensor(codec: Codec) -> None:
 
 
 @pytest.mark.parametrize("codec", [Quantization(8), Quantization(4), QSGD()], ids=repr)
-def test_a_tensor_that_is_the_same_everywhere_stays(codec: Codec) -> None:
+def test_a_constant_tensor_is_unchanged(codec: Codec) -> None:
     assert torch.equal(round_trip(codec, torch.zeros(5)), torch.zeros(5))
     if isinstance(codec, Quantization):
         assert torch.equal(round_trip(codec, torch.full((5,), -3.7)), torch.full((5,), -3.7))
 
 
-def test_the_ends_of_the_range_are_exact() -> None:
+def test_the_ends_of_the_range_are_quantized_exactly() -> None:
     value = torch.tensor([-2.5, 0.1, 7.25])
     back = round_trip(Quantization(4), value)
     assert back[0] == -2.5
@@ -78,27 +78,27 @@ def test_four_bits_take_half_a_byte() -> None:
     assert packed["w/levels"].nbytes == 501
 
 
-def test_a_known_answer_of_quantization() -> None:
+def test_quantization_has_a_known_answer() -> None:
     packed = Quantization(8, stochastic=False).pack({"w": torch.tensor([0.0, 1.0, 2.55])}, torch.Generator())
     assert packed["w/levels"].tolist() == [0, 100, 255]
 
 
 @given(seed=SEEDS, levels=st.integers(1, 127))
 @settings(deadline=None)
-def test_qsgd_is_off_by_less_than_a_level(seed: int, levels: int) -> None:
+def test_qsgd_errs_by_less_than_a_level(seed: int, levels: int) -> None:
     value = normal([50], seed)
     error = (round_trip(QSGD(levels), value, seed) - value).abs().max()
     assert error <= value.norm() / levels * (1 + 1e-5)
 
 
-def test_qsgd_s_variance_is_within_the_bound_of_its_paper() -> None:
+def test_the_variance_of_qsgd_is_within_the_bound_of_its_paper() -> None:
     value, levels = normal([100], 3, torch.float64), 16
     errors = [float((round_trip(QSGD(levels), value, seed) - value).square().sum()) for seed in range(300)]
     bound = min(100 / levels**2, math.sqrt(100) / levels) * float(value.square().sum())
     assert 0 < sum(errors) / len(errors) <= bound
 
 
-def test_bfloat16_is_torch_s() -> None:
+def test_bfloat16_equals_the_conversion_of_torch() -> None:
     value = torch.randn(100)
     assert torch.equal(round_trip(Bfloat16(), value), value.bfloat16().float())
 
@@ -112,12 +112,12 @@ def test_bfloat16_is_torch_s() -> None:
         (lambda: Zstd(level=23), "level: expected a whole number from 1 to 22, got 23"),
     ],
 )
-def test_arguments_out_of_range_are_refused(make: Any, message: str) -> None:
+def test_arguments_out_of_range_are_rejected(make: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
 
 
-def test_a_shape_that_does_not_fit_four_bit_levels_is_refused() -> None:
+def test_a_shape_that_does_not_fit_four_bit_levels_is_rejected() -> None:
     packed = {**Quantization(4).pack({"w": torch.randn(10)}, torch.Generator()), "w/shape": torch.tensor([10**12])}
     with pytest.raises(DataError, match="5 bytes do not make a tensor of"):
         Quantization(4).unpack(packed)
@@ -128,7 +128,7 @@ def test_a_shape_that_does_not_fit_four_bit_levels_is_refused() -> None:
 
 @given(shape=SHAPES, seed=SEEDS, ratio=st.floats(0.01, 1.0))
 @settings(deadline=None)
-def test_top_k_keeps_the_largest_numbers_and_no_others(shape: list[int], seed: int, ratio: float) -> None:
+def test_top_k_keeps_only_the_largest_values(shape: list[int], seed: int, ratio: float) -> None:
     value = normal(shape, seed)
     back = round_trip(TopK(ratio), value)
     kept = back != 0
@@ -145,7 +145,7 @@ def encoded(codec: TopK, delta: dict[str, torch.Tensor], state: dict[str, Any]) 
 
 @given(seed=SEEDS)
 @settings(deadline=None, max_examples=20)
-def test_with_error_feedback_nothing_is_lost(seed: int) -> None:
+def test_error_feedback_loses_nothing_in_total(seed: int) -> None:
     codec, state = TopK(0.1, error_feedback=True), dict[str, Any]()
     wanted, sent = torch.zeros(40, dtype=torch.float64), torch.zeros(40, dtype=torch.float64)
     for each in range(20):
@@ -155,7 +155,7 @@ def test_with_error_feedback_nothing_is_lost(seed: int) -> None:
     torch.testing.assert_close(sent + state["left"]["w"], wanted, rtol=0, atol=1e-12)
 
 
-def test_error_feedback_sends_later_what_it_has_kept_back() -> None:
+def test_error_feedback_sends_the_residual_later() -> None:
     codec, state = TopK(0.5, error_feedback=True), dict[str, Any]()
     assert encoded(codec, {"w": torch.tensor([3.0, 2.0])}, state)["w"].tolist() == [3.0, 0.0]
     assert encoded(codec, {"w": torch.tensor([1.5, 0.0])}, state)["w"].tolist() == [0.0, 2.0]
@@ -176,7 +176,7 @@ def test_without_error_feedback_a_client_has_no_state() -> None:
         {"w/indices": torch.tensor([99], dtype=torch.int32)},
     ],
 )
-def test_places_that_do_not_exist_are_refused(change: dict[str, torch.Tensor]) -> None:
+def test_indices_out_of_range_are_rejected(change: dict[str, torch.Tensor]) -> None:
     packed = TopK(0.1).pack({"w": torch.randn(10)}, torch.Generator())
     with pytest.raises((DataError, IndexError)):
         TopK(0.1).unpack({**packed, **change})
@@ -203,19 +203,19 @@ def test_zstd_is_lossless(shapes: list[tuple[list[int], torch.dtype]], seed: int
         assert torch.equal(back[name].view(-1).view(torch.uint8), value.view(-1).view(torch.uint8))
 
 
-def test_zstd_takes_complex_numbers_and_views() -> None:
+def test_zstd_accepts_complex_numbers_and_views() -> None:
     weights = {"z": torch.randn(3, 2, dtype=torch.complex64), "t": torch.arange(6).reshape(2, 3).T}
     back = Zstd().unpack(Zstd().pack(weights, torch.Generator()))
     assert torch.equal(back["z"], weights["z"])
     assert torch.equal(back["t"], weights["t"])
 
 
-def test_zstd_makes_floats_smaller_than_they_are() -> None:
+def test_zstd_compresses_floats() -> None:
     value = torch.randn(10_000) * 0.01
     assert Zstd().pack({"w": value}, torch.Generator())["zstd"].nbytes < 0.95 * value.nbytes
 
 
-def test_zstd_refuses_what_would_become_too_large() -> None:
+def test_zstd_rejects_data_that_would_decompress_too_large() -> None:
     packed = Zstd().pack({"w": torch.zeros(10_000)}, torch.Generator())
     with pytest.raises(DataError, match="expected at most 1000 bytes, got 400"):
         Zstd(max_bytes=1000).unpack(packed)
@@ -223,7 +223,7 @@ def test_zstd_refuses_what_would_become_too_large() -> None:
 
 @given(cut=st.integers(0, 200), junk=st.binary(max_size=50))
 @settings(deadline=None)
-def test_bytes_that_nobody_has_compressed_are_refused(cut: int, junk: bytes) -> None:
+def test_bytes_that_are_not_compressed_are_rejected(cut: int, junk: bytes) -> None:
     packed = Zstd().pack({"w": torch.arange(100.0)}, torch.Generator())["zstd"]
     damaged = torch.tensor(list(junk) + packed.tolist()[: min(cut, len(packed) - 1)], dtype=torch.uint8)
     with pytest.raises((DataError, LookupError, RuntimeError, ValueError, TypeError)):

@@ -1,4 +1,4 @@
-"""Masks that cancel bit for bit, whoever is missing."""
+"""Masks that cancel bit for bit when any clients are missing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ COHORTS = st.lists(st.integers(1, 10**6), min_size=1, max_size=6, unique=True)
 
 @given(cohort=COHORTS, data=st.data(), bits=st.sampled_from([32, 64]))
 @settings(deadline=None, max_examples=40)
-def test_the_sum_of_survivors_is_exact(cohort: list[int], data: st.DataObject, bits: Any) -> None:
+def test_the_sum_of_surviving_clients_is_exact(cohort: list[int], data: st.DataObject, bits: Any) -> None:
     there = data.draw(st.lists(st.sampled_from(cohort), min_size=1, unique=True))
     masks = PairwiseMasks(seed=3, bits=bits, fraction_bits=bits // 2)
     weights = {name: value.double() for name, value in WEIGHTS.items()}
@@ -56,7 +56,7 @@ def test_the_sum_of_survivors_is_exact(cohort: list[int], data: st.DataObject, b
     assert torch.equal(flat, fixed_point(plain, bits).double() / (2.0 ** (bits // 2) * total))
 
 
-def test_the_mean_is_that_of_the_plain_updates() -> None:
+def test_the_masked_mean_equals_the_plain_mean() -> None:
     chain, cohort = Chain([PairwiseMasks()]), [4, 2, 9]
     plain = [update(k, num_samples=10 * k) for k in cohort]
     sent = [chain.encode(each, Task(1, each.client_id, WEIGHTS, config={"cohort": cohort}), {}) for each in plain]
@@ -71,21 +71,21 @@ def test_the_mean_is_that_of_the_plain_updates() -> None:
         assert result[name].dtype == value.dtype
 
 
-def test_one_update_alone_looks_random() -> None:
+def test_one_masked_update_looks_random() -> None:
     sent = masked(PairwiseMasks(), [1, 2], update(1)).delta["masked"]
     assert list(sent.shape) == [14]
     # Sixty-four random bits; a number of the update would be below 2**40.
     assert (sent.abs().double() > 2.0**40).all()
 
 
-def test_masks_are_others_in_another_round() -> None:
+def test_masks_differ_between_rounds() -> None:
     first, second = (
         masked(PairwiseMasks(), [1, 2], Update(1, n, 1, delta=update(1).delta), n).delta["masked"] for n in (1, 2)
     )
     assert not (first == second).any()
 
 
-def test_a_client_alone_needs_no_mask() -> None:
+def test_a_single_client_needs_no_mask() -> None:
     sent = masked(PairwiseMasks(), [7], update(7))
     assert torch.equal(sent.delta["masked"], fixed_point([update(7)], 64))
 
@@ -96,13 +96,13 @@ def test_thirty_two_bits_take_half_the_bytes() -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1e9])
-def test_numbers_out_of_range_are_refused_before_they_wrap_around(bad: float) -> None:
+def test_numbers_out_of_range_are_rejected_before_they_wrap_around(bad: float) -> None:
     delta = {**update(1).delta, "b": torch.tensor(bad, dtype=torch.float64)}
     with pytest.raises(DataError, match=r"client 1: its update times 2 samples is not finite or beyond the ±1\.07374e"):
         masked(PairwiseMasks(), [1, 2], Update(1, 1, 2, delta=delta))
 
 
-def test_a_client_whose_masked_update_is_of_no_use_counts_as_gone() -> None:
+def test_a_client_with_an_invalid_masked_update_counts_as_dropped() -> None:
     chain, cohort = Chain([PairwiseMasks(), "zstd"]), [1, 2, 3]
     sent = [chain.encode(update(k), Task(1, k, WEIGHTS, config={"cohort": cohort}), {}) for k in cohort]
     sent[1] = sent[1].with_delta({"zstd": torch.zeros(3, dtype=torch.uint8)})
@@ -123,17 +123,17 @@ def test_a_client_whose_masked_update_is_of_no_use_counts_as_gone() -> None:
         update(2),
     ],
 )
-def test_what_cannot_be_added_up_is_a_fault(bad: Update) -> None:
+def test_updates_that_cannot_be_summed_are_a_fault(bad: Update) -> None:
     updates, faults = Chain([PairwiseMasks()]).decode([bad], Gathering(1, [1, 2], WEIGHTS))
     assert updates == []
     assert [fault.client_id for fault in faults] == [bad.client_id]
 
 
-def test_nobody_s_updates_make_none() -> None:
+def test_no_updates_give_no_sum() -> None:
     assert Chain([PairwiseMasks()]).decode([], Gathering(1, [1, 2], WEIGHTS)) == ([], [])
 
 
-def test_weights_and_central_noise_work_behind_masks() -> None:
+def test_weights_and_central_noise_work_with_masks() -> None:
     chain, cohort = Chain([Weighting("uniform"), GaussianNoise(0.0, max_norm=1e6), PairwiseMasks()]), [1, 2]
     sent = [
         chain.encode(update(k, num_samples=100 * k), Task(1, k, WEIGHTS, config={"cohort": cohort}), {}) for k in cohort
@@ -144,25 +144,25 @@ def test_weights_and_central_noise_work_behind_masks() -> None:
     torch.testing.assert_close(mean.delta["w"], plain, rtol=0, atol=1e-6)
 
 
-def test_the_server_is_told_that_clients_must_know_each_other() -> None:
+def test_masking_declares_that_it_needs_the_cohort() -> None:
     assert Chain([PairwiseMasks()]).needs_cohort
     assert not Chain(["qsgd"]).needs_cohort
     with pytest.raises(ConfigError, match=r"client 1 is not among the round's clients \(\)"):
         Chain([PairwiseMasks()]).encode(update(1), Task(1, 1, WEIGHTS), {})
 
 
-def test_what_masks_do_not_hide_is_refused() -> None:
+def test_payloads_that_masks_do_not_hide_are_rejected() -> None:
     sent = Update(1, 1, 1, delta=update(1).delta, payload={"control": torch.zeros(1)})
     with pytest.raises(ConfigError, match="masks hide weights only, but the algorithm sends control too"):
         masked(PairwiseMasks(), [1, 2], sent)
 
 
-def test_tensors_that_were_not_sent_are_refused() -> None:
+def test_tensors_missing_from_the_message_are_rejected() -> None:
     with pytest.raises(DataError, match="need an update with the tensors that were sent"):
         masked(PairwiseMasks(), [1, 2], Update(1, 1, 1, delta={"w": torch.zeros(4, 3)}))
 
 
 @pytest.mark.parametrize("arguments", [{"bits": 16}, {"fraction_bits": 64}, {"fraction_bits": -1}])
-def test_bits_that_do_not_exist_are_refused(arguments: dict[str, Any]) -> None:
+def test_an_invalid_number_of_bits_is_rejected(arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="bits: expected"):
         PairwiseMasks(**arguments)

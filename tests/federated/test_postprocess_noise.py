@@ -42,30 +42,30 @@ def deviation(value: torch.Tensor) -> Any:
     return pytest.approx(float(value.std()), rel=0.03)
 
 
-def test_central_noise_is_as_large_as_what_one_client_can_do_to_the_mean() -> None:
+def test_central_noise_matches_the_sensitivity_of_the_mean() -> None:
     mean = aggregated(GaussianNoise(noise_multiplier=1.5, max_norm=2.0), [update(k) for k in (1, 2, 3, 4)])
     assert deviation(mean["w"]) == 1.5 * 2.0 / 4
     assert float(mean["w"].mean()) == pytest.approx(0.0, abs=0.02)
 
 
-def test_heavier_clients_need_more_noise() -> None:
+def test_heavier_clients_require_more_noise() -> None:
     mean = aggregated(GaussianNoise(1.0, 1.0, max_weight=5), [update(1, num_samples=20), update(2, num_samples=3)])
     assert deviation(mean["w"]) == 5 / (5 + 3)
 
 
-def test_local_noise_is_that_of_every_client() -> None:
+def test_local_noise_is_added_by_every_client() -> None:
     chain = Chain([GaussianNoise(noise_multiplier=1.5, max_norm=2.0, where="local")])
     sent = chain.encode(update(), task(), {})
     assert deviation(sent.delta["w"]) == 3.0
     assert chain.aggregated(WEIGHTS, [sent], gathering([1])) is WEIGHTS
 
 
-def test_without_noise_what_is_left_is_clipping() -> None:
+def test_with_zero_noise_only_clipping_remains() -> None:
     mean = aggregated(GaussianNoise(0.0, max_norm=1.0), [update(1, value=1.0), update(2, value=0.0)])
     assert float(mean["w"].double().norm()) == pytest.approx(0.5)
 
 
-def test_the_server_shortens_what_a_client_has_not() -> None:
+def test_the_server_clips_updates_that_a_client_did_not_clip() -> None:
     noise = GaussianNoise(0.0, max_norm=1.0)
     decoded = noise.decode(update(value=3.0, num_samples=10**6), gathering([1]))
     assert float(decoded.delta["w"].double().norm()) == pytest.approx(1.0)
@@ -73,7 +73,7 @@ def test_the_server_shortens_what_a_client_has_not() -> None:
 
 
 @pytest.mark.parametrize("where", ["central", "local"])
-def test_whole_numbers_are_not_told(where: Any) -> None:
+def test_neither_integers_nor_the_norm_are_sent_with_noise(where: Any) -> None:
     sent = Chain([GaussianNoise(where=where)]).encode(update(), task(), {})
     assert sent.delta["steps"].item() == 0
     assert "update_norm" not in sent.metrics
@@ -86,18 +86,18 @@ def test_noise_comes_from_the_seed() -> None:
     assert not torch.equal(first, other)
 
 
-def test_noise_from_the_system_is_never_the_same() -> None:
+def test_system_noise_differs_every_time() -> None:
     noise = GaussianNoise(repeatable=False)
     assert not torch.equal(aggregated(noise, [update()], 1)["w"], aggregated(noise, [update()], 1)["w"])
 
 
-def test_what_noise_does_not_hide_is_refused() -> None:
+def test_values_that_noise_does_not_cover_are_rejected() -> None:
     sent = Update(1, 1, 10, delta={}, payload={"control": torch.zeros(1)})
     with pytest.raises(ConfigError, match="hides the model's weights only, but the algorithm sends control too"):
         Chain(["gaussian_noise"]).encode(sent, task(), {})
 
 
-def test_an_update_of_nobody_s_samples_leaves_the_mean() -> None:
+def test_an_update_without_samples_does_not_change_the_mean() -> None:
     mean = {"w": torch.zeros(3)}
     assert GaussianNoise().aggregated(mean, [Update(1, 1, 0)], gathering([1])) is mean
 
@@ -112,7 +112,7 @@ def test_an_update_of_nobody_s_samples_leaves_the_mean() -> None:
         ({"accountant": "rpd"}, "unknown accountant 'rpd': did you mean 'rdp'?"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_noise_arguments_are_rejected(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         GaussianNoise(**arguments)
     assert str(caught.value).startswith(message)
@@ -123,7 +123,7 @@ def test_arguments_that_make_no_sense_are_refused(arguments: dict[str, Any], mes
 
 @pytest.mark.parametrize(("mechanism", "theirs"), [("rdp", RDPAccountant), ("prv", PRVAccountant)])
 @pytest.mark.filterwarnings("ignore:Optimal order is the:UserWarning")
-def test_epsilon_is_that_of_opacus(mechanism: Any, theirs: Any) -> None:
+def test_epsilon_equals_the_value_of_opacus(mechanism: Any, theirs: Any) -> None:
     ours, accountant = PrivacyAccountant(mechanism), theirs()
     for _ in range(30):
         ours.step(noise_multiplier=1.1, sample_rate=0.05)
@@ -141,7 +141,7 @@ def test_one_gaussian_mechanism_has_its_known_epsilon() -> None:
     assert accountant.epsilon(delta) == pytest.approx(known)
 
 
-def test_rounds_count_with_the_share_of_clients_that_was_asked() -> None:
+def test_rounds_are_accounted_with_the_share_of_selected_clients() -> None:
     noise, by_hand = GaussianNoise(noise_multiplier=1.2), PrivacyAccountant()
     for _ in range(5):
         noise.aggregated({}, [], gathering([3, 5], num_clients=100))
@@ -149,7 +149,7 @@ def test_rounds_count_with_the_share_of_clients_that_was_asked() -> None:
     assert noise.epsilon(1e-5) == by_hand.epsilon(1e-5) > 0
 
 
-def test_local_noise_is_counted_for_the_client_asked_most_often() -> None:
+def test_local_noise_is_accounted_for_the_most_selected_client() -> None:
     noise, by_hand = GaussianNoise(noise_multiplier=4.0, where="local"), PrivacyAccountant()
     for cohort in ([1, 2], [2, 3], [2, 4]):
         noise.aggregated({}, [], gathering(cohort, num_clients=100))
@@ -159,19 +159,19 @@ def test_local_noise_is_counted_for_the_client_asked_most_often() -> None:
 
 
 @pytest.mark.parametrize("where", ["central", "local"])
-def test_nothing_is_spent_before_the_first_round(where: Any) -> None:
+def test_no_epsilon_is_spent_before_the_first_round(where: Any) -> None:
     assert GaussianNoise(where=where).epsilon(1e-5) == 0.0
 
 
 @pytest.mark.parametrize("where", ["central", "local"])
-def test_rounds_without_noise_spend_everything(where: Any) -> None:
+def test_rounds_without_noise_spend_infinite_epsilon(where: Any) -> None:
     noise = GaussianNoise(0.0, where=where)
     noise.aggregated({}, [], gathering([1]))
     assert noise.epsilon(1e-5) == math.inf
 
 
 @pytest.mark.parametrize("where", ["central", "local"])
-def test_a_resumed_server_goes_on_counting(where: Any) -> None:
+def test_a_resumed_server_continues_its_accounting(where: Any) -> None:
     straight, first, second = (GaussianNoise(where=where) for _ in range(3))
     for _ in range(4):
         straight.aggregated({}, [], gathering([1], num_clients=10))
@@ -184,12 +184,12 @@ def test_a_resumed_server_goes_on_counting(where: Any) -> None:
     assert second.epsilon(1e-5) == straight.epsilon(1e-5)
 
 
-def test_the_noise_for_an_epsilon_spends_it() -> None:
+def test_the_noise_computed_for_an_epsilon_spends_it() -> None:
     accountant = PrivacyAccountant()
     accountant.step(find_noise_multiplier(3.0, 1e-5, sample_rate=0.1, num_rounds=50), 0.1, 50)
     assert 2.9 < accountant.epsilon(1e-5) <= 3.0
 
 
-def test_unknown_accountants_are_refused() -> None:
+def test_unknown_accountants_are_rejected() -> None:
     with pytest.raises(UnknownNameError, match="unknown accountant 'rdb': did you mean 'rdp'"):
         find_noise_multiplier(3.0, 1e-5, 0.1, 50, mechanism="rdb")  # type: ignore[arg-type] # the mistake that is meant

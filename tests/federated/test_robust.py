@@ -57,7 +57,7 @@ def result(average: Average, values: Sequence[Any], **kind: Any) -> Any:
 # ------------------------------------------------------------------ known answers
 
 
-def test_the_median_is_that_of_every_number() -> None:
+def test_the_median_is_computed_per_element() -> None:
     assert result(CoordinateMedian(), [[1.0, 9.0], [2.0, 7.0], [5.0, 8.0]]) == [2.0, 8.0]
     assert result(CoordinateMedian(), [1.0, 2.0, 4.0, 100.0]) == 3.0
 
@@ -67,13 +67,13 @@ def test_the_trimmed_mean_leaves_out_both_ends() -> None:
     assert result(TrimmedMean(0.1), [0.0, 1.0, 2.0, 6.0, 100.0]) == 21.8
 
 
-def test_a_share_is_counted_as_it_is_written() -> None:
+def test_a_trimmed_share_is_computed_in_decimal() -> None:
     # 0.29 · 100 is 28.999999999999996 in floating point.
     values = [0.0] * 29 + [1.0] * 42 + [1e9] * 29
     assert result(TrimmedMean(0.29), values) == 1.0
 
 
-def test_without_a_share_the_trimmed_mean_is_the_mean() -> None:
+def test_a_trimmed_mean_of_share_zero_is_the_mean() -> None:
     assert result(TrimmedMean(0.0), [1.0, 2.0, 6.0]) == 3.0
 
 
@@ -82,13 +82,13 @@ def test_krum_chooses_the_update_with_the_nearest_neighbours() -> None:
     assert result(Krum(1), [1.0, 1.5, 2.0, 8.0, 98.0]) == 1.5
 
 
-def test_multi_krum_is_the_mean_of_the_best() -> None:
+def test_multi_krum_averages_the_best_updates() -> None:
     assert result(Krum(1, num_chosen=3), [1.0, 1.5, 2.0, 8.0, 98.0]) == 1.5
     assert result(Krum(1, num_chosen=None), [1.0, 1.5, 2.0, 8.0, 98.0]) == 3.125
     assert result(make_aggregator({"multi_krum": {"num_attackers": 1}}), [1.0, 1.5, 2.0, 8.0, 98.0]) == 3.125
 
 
-def test_the_first_of_equals_wins() -> None:
+def test_krum_breaks_ties_by_order() -> None:
     assert result(Krum(0), [2.0, 2.0, 3.0, 3.0]) == 2.0
 
 
@@ -102,7 +102,7 @@ def test_the_geometric_median_on_a_line_is_the_median() -> None:
     assert result(GeometricMedian(), [0.0, 1.0, 10.0]) == pytest.approx(1.0, abs=1e-5)
 
 
-def test_the_geometric_median_leaves_an_update_that_it_begins_at() -> None:
+def test_the_geometric_median_moves_away_from_an_update_it_starts_at() -> None:
     # The median of every number is (0, 0), an update; the sum of distances is less elsewhere.
     points = [[0.0, 0.0], [-1.0, 5.0], [-2.0, 6.0], [1.0, -0.1], [2.0, -0.2]]
 
@@ -114,18 +114,18 @@ def test_the_geometric_median_leaves_an_update_that_it_begins_at() -> None:
     assert total(found) <= min(total(point) for point in nearby) + 1e-9
 
 
-def test_bounded_norms_are_averaged_by_samples() -> None:
+def test_norm_bounded_updates_are_weighted_by_samples() -> None:
     values = [[3.0, 4.0], [0.0, 1.0]]
     found = NormBound(max_norm=2.5)(updates_of(values, num_samples=[3, 1]))["w"]
     assert found.tolist() == pytest.approx([4.5 / 4, 7.0 / 4])
 
 
-def test_a_bound_that_nobody_reaches_gives_the_weighted_mean() -> None:
+def test_a_bound_above_all_norms_gives_the_weighted_mean() -> None:
     updates = updates_of([[1.0, 2.0], [3.0, 5.0]], num_samples=[7, 2])
     assert torch.equal(NormBound(max_norm=1e6)(updates)["w"], weighted_mean(updates)["w"])
 
 
-def test_the_bound_is_the_median_of_the_norms_unless_it_is_given() -> None:
+def test_the_default_bound_is_the_median_of_the_norms() -> None:
     assert result(NormBound(), [1.0, -2.0, 1e200]) == pytest.approx(1 / 3)
 
 
@@ -139,7 +139,7 @@ def test_the_bound_is_the_median_of_the_norms_unless_it_is_given() -> None:
     together=st.booleans(),
 )
 @settings(deadline=None, max_examples=25)
-def test_attackers_leave_the_result_among_the_honest(
+def test_attackers_leave_the_result_among_the_honest_updates(
     average: Average, num_attackers: int, seed: int, size: float, together: bool
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -154,9 +154,7 @@ def test_attackers_leave_the_result_among_the_honest(
 
 @given(seed=st.integers(0, 2**31), size=st.sampled_from([1e3, 1e10, 1e30]), num_attackers=st.integers(1, 5))
 @settings(deadline=None, max_examples=25)
-def test_the_geometric_median_is_as_near_to_the_honest_as_its_theorem_says(
-    seed: int, size: float, num_attackers: int
-) -> None:
+def test_the_geometric_median_is_within_the_bound_of_its_theorem(seed: int, size: float, num_attackers: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     honest = torch.randn(11 - num_attackers, 5, generator=generator, dtype=torch.float64)
     attack = torch.ones(num_attackers, 5, dtype=torch.float64) * size
@@ -167,11 +165,11 @@ def test_the_geometric_median_is_as_near_to_the_honest_as_its_theorem_says(
     assert float((found - centre).norm()) <= factor * float((honest - centre).norm(dim=1).max())
 
 
-def test_one_attacker_is_enough_for_the_mean() -> None:
+def test_one_attacker_moves_the_mean_arbitrarily() -> None:
     assert result(weighted_mean, [1.0, 1.0, 1e30]) > 1e29
 
 
-def test_attackers_beyond_the_breakdown_point_win() -> None:
+def test_attackers_beyond_the_breakdown_point_control_the_result() -> None:
     attacked = [1.0] * 5 + [1e30] * 6
     assert result(CoordinateMedian(), attacked) == 1e30
     assert result(GeometricMedian(), attacked) > 1e29
@@ -180,7 +178,7 @@ def test_attackers_beyond_the_breakdown_point_win() -> None:
 
 @given(seed=st.integers(0, 2**31), size=st.sampled_from([1e3, 1e30]))
 @settings(deadline=None, max_examples=25)
-def test_with_a_bound_an_attacker_does_no_more_than_its_share(seed: int, size: float) -> None:
+def test_with_a_bound_an_attacker_has_at_most_its_share(seed: int, size: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     honest = list(torch.randn(9, 5, generator=generator, dtype=torch.float64))
     attack = torch.randn(5, generator=generator, dtype=torch.float64) * size
@@ -189,7 +187,7 @@ def test_with_a_bound_an_attacker_does_no_more_than_its_share(seed: int, size: f
     assert float((NormBound(2.0)(updates)["w"] - without["w"]).norm()) <= 2.0 / 10 * (1 + 1e-9)
 
 
-def test_samples_that_an_attacker_claims_do_not_count() -> None:
+def test_claimed_samples_of_an_attacker_are_ignored() -> None:
     for average in (CoordinateMedian(), TrimmedMean(0.25), Krum(1), GeometricMedian()):
         claimed = updates_of([1.0, 2.0, 3.0, 4.0, 1e9], num_samples=[1, 1, 1, 1, 10**9])
         assert 1.0 <= average(claimed)["w"].item() <= 4.0
@@ -199,7 +197,7 @@ def test_samples_that_an_attacker_claims_do_not_count() -> None:
 
 
 @pytest.mark.parametrize("average", ALL, ids=repr)
-def test_types_stay_and_whole_numbers_are_rounded(average: Average) -> None:
+def test_dtypes_are_kept_and_integers_are_rounded(average: Average) -> None:
     updates = [
         Update(
             k,
@@ -222,14 +220,14 @@ def test_types_stay_and_whole_numbers_are_rounded(average: Average) -> None:
     assert found["double"].tolist() == pytest.approx([1.0] * 3)
 
 
-def test_whole_numbers_are_rounded_not_cut() -> None:
+def test_integers_are_rounded_and_not_truncated() -> None:
     found = CoordinateMedian()(updates_of([10, 12, 13, 100], dtype=torch.int64))["w"]
     assert found.item() == 12  # 12.5, to the even one
     assert TrimmedMean(0.0)(updates_of([1, 2, 2], dtype=torch.int64))["w"].item() == 2
 
 
 @pytest.mark.parametrize("average", [Krum(1), GeometricMedian()], ids=repr)
-def test_whole_numbers_do_not_count_as_distance(average: Average) -> None:
+def test_integers_do_not_count_as_distance(average: Average) -> None:
     updates = [
         Update(k, 1, 1, delta={"w": torch.tensor([value]), "steps": torch.tensor(steps)})
         for k, (value, steps) in enumerate([(1.0, 5), (1.1, 900), (0.9, 20), (1.05, 300), (50.0, 20)])
@@ -248,12 +246,12 @@ def test_equal_updates_are_their_average(average: Average) -> None:
 
 
 @pytest.mark.parametrize("average", ALL, ids=repr)
-def test_no_updates_move_nothing(average: Average) -> None:
+def test_without_updates_a_robust_mean_is_empty(average: Average) -> None:
     assert average([]) == {}
 
 
 @pytest.mark.parametrize("total", [1, 4, 6])
-def test_krum_refuses_too_few_updates(total: int) -> None:
+def test_krum_rejects_too_few_updates(total: int) -> None:
     with pytest.raises(ConfigError, match=f"Krum with num_attackers=2 needs 7 updates, got {total}"):
         result(Krum(2), [1.0] * total)
     assert result(Krum(2), [1.0] * 7) == 1.0
@@ -262,7 +260,7 @@ def test_krum_refuses_too_few_updates(total: int) -> None:
 # ------------------------------------------------------------------ by name
 
 
-def test_every_average_has_a_name() -> None:
+def test_every_aggregator_is_registered_by_name() -> None:
     assert aggregators.names() == [
         "geometric_median",
         "krum",
@@ -288,7 +286,7 @@ def test_every_average_has_a_name() -> None:
         (lambda: NormBound(0.0), "max_norm: expected a number above 0, or None, got 0.0"),
     ],
 )
-def test_mistakes_are_told_in_a_sentence(make: Callable[[], Any], message: str) -> None:
+def test_invalid_aggregator_arguments_raise_one_sentence_errors(make: Callable[[], Any], message: str) -> None:
     with pytest.raises((ConfigError, UnknownNameError)) as caught:
         make()
     assert str(caught.value).startswith(message)

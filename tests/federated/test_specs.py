@@ -48,7 +48,7 @@ pieces: Registry[Callable[..., dict[str, Any]]] = Registry("piece", lambda: {"pi
         ({"unknown": "anything"}, "anything"),
     ],
 )
-def test_an_argument_becomes_what_its_annotation_says(given: dict[str, Any], expected: Any) -> None:
+def test_an_argument_is_converted_by_its_annotation(given: dict[str, Any], expected: Any) -> None:
     (name,) = given
     made = build(pieces, {"piece": given})[name]
     assert (made, type(made)) == (expected, type(expected))
@@ -71,7 +71,7 @@ def test_an_argument_becomes_what_its_annotation_says(given: dict[str, Any], exp
         ({"rule": 3}, "rule: expected one of a, b or a function, got 3"),
     ],
 )
-def test_an_argument_of_another_type_is_refused(given: dict[str, Any], sentence: str) -> None:
+def test_an_argument_of_the_wrong_type_is_rejected(given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         build(pieces, {"piece": given})
     assert str(caught.value).startswith(f"piece 'piece': {sentence}")
@@ -80,7 +80,7 @@ def test_an_argument_of_another_type_is_refused(given: dict[str, Any], sentence:
     assert sentence.partition(": ")[2].partition(", got")[0] in found
 
 
-def test_aggregators_and_postprocessors_are_checked_from_python_too() -> None:
+def test_aggregators_and_postprocessors_built_in_python_are_checked() -> None:
     with pytest.raises(ConfigError, match="aggregator 'krum': num_attackers: expected a whole number, got 'x'"):
         make_aggregator({"krum": {"num_attackers": "x"}})
     with pytest.raises(ConfigError, match=r"postprocessor 'top_k': ratio: expected a number, got '0\.1'"):
@@ -88,7 +88,7 @@ def test_aggregators_and_postprocessors_are_checked_from_python_too() -> None:
     assert make_aggregator({"krum": {"num_attackers": 2.0}}) == Krum(2)
 
 
-def test_a_missing_extra_is_no_mistake_of_a_file() -> None:
+def test_a_missing_extra_is_not_reported_as_a_file_mistake() -> None:
     def needy() -> None:
         raise MissingExtraError("not installed")
 

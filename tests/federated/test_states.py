@@ -18,7 +18,7 @@ def stored(tmp_path: Path) -> StoredClientStates:
     return StoredClientStates(tmp_path / "clients.db")
 
 
-def test_a_stored_state_comes_back_as_it_was(stored: StoredClientStates) -> None:
+def test_a_stored_client_state_is_restored(stored: StoredClientStates) -> None:
     shared = torch.arange(4.0)
     state = {"model": {"w": shared, "n": torch.tensor(3)}, "again": shared, "rounds": 3, "seen": (1, "a", None, 0.5)}
     stored.put(7, state)
@@ -29,7 +29,7 @@ def test_a_stored_state_comes_back_as_it_was(stored: StoredClientStates) -> None
 
 
 @pytest.mark.parametrize("kind", ["memory", "stored"])
-def test_a_client_that_was_never_asked_has_an_empty_state(kind: str, stored: StoredClientStates) -> None:
+def test_a_client_without_a_round_has_an_empty_state(kind: str, stored: StoredClientStates) -> None:
     states = stored if kind == "stored" else ClientStates()
     assert states.get(1) == {}
     states.put(1, {})
@@ -37,21 +37,21 @@ def test_a_client_that_was_never_asked_has_an_empty_state(kind: str, stored: Sto
 
 
 @pytest.mark.parametrize("kind", ["memory", "stored"])
-def test_an_empty_state_takes_the_place_of_another(kind: str, stored: StoredClientStates) -> None:
+def test_an_empty_state_replaces_an_earlier_one(kind: str, stored: StoredClientStates) -> None:
     states = stored if kind == "stored" else ClientStates()
     states.put(1, {"rounds": 1})
     states.put(1, {})
     assert states.get(1) == {}
 
 
-def test_states_in_memory_are_in_the_checkpoint() -> None:
+def test_states_in_memory_are_in_the_server_checkpoint() -> None:
     states, other = ClientStates(), ClientStates()
     states.put(7, {"rounds": 1})
     other.load_state_dict(states.state_dict())
     assert other.get(7) == {"rounds": 1}
 
 
-def test_what_was_put_after_a_checkpoint_is_forgotten_with_it(tmp_path: Path) -> None:
+def test_states_stored_after_a_checkpoint_are_discarded_by_loading_it(tmp_path: Path) -> None:
     states = StoredClientStates(tmp_path / "clients.db")
     states.put(1, {"rounds": 1})
     states.commit()
@@ -64,16 +64,16 @@ def test_what_was_put_after_a_checkpoint_is_forgotten_with_it(tmp_path: Path) ->
     assert (again.get(1), again.get(2), len(again)) == ({"rounds": 1}, {}, 1)
 
 
-def test_what_was_not_committed_is_lost_with_the_process(tmp_path: Path) -> None:
+def test_uncommitted_states_are_lost_with_the_process(tmp_path: Path) -> None:
     states = StoredClientStates(tmp_path / "clients.db")
     states.put(1, {"rounds": 1})
     assert StoredClientStates(tmp_path / "clients.db").get(1) == {}
 
 
-def test_states_can_go_back_as_far_as_checkpoints_are_kept(stored: StoredClientStates) -> None:
+def test_states_can_be_restored_for_every_kept_checkpoint(stored: StoredClientStates) -> None:
     saved = {}
     for round in range(1, 7):
-        # Every second round only, so that a round's state may be that of one long ago.
+        # Every second round only, so that the state of a round may be much older.
         stored.put(1 + round % 2, {"rounds": round})
         stored.commit()
         saved[round] = stored.state_dict()
@@ -83,7 +83,7 @@ def test_states_can_go_back_as_far_as_checkpoints_are_kept(stored: StoredClientS
     assert (stored.get(1), stored.get(2)) == ({"rounds": 4}, {"rounds": 3})
 
 
-def test_older_versions_do_not_pile_up(stored: StoredClientStates, tmp_path: Path) -> None:
+def test_older_state_versions_are_deleted(stored: StoredClientStates, tmp_path: Path) -> None:
     for round in range(50):
         stored.put(1, {"rounds": round})
         stored.commit()
@@ -93,7 +93,9 @@ def test_older_versions_do_not_pile_up(stored: StoredClientStates, tmp_path: Pat
     assert rows <= 3
 
 
-def test_a_file_that_does_not_belong_to_the_checkpoint_is_refused(tmp_path: Path, stored: StoredClientStates) -> None:
+def test_a_state_file_that_does_not_match_the_checkpoint_is_rejected(
+    tmp_path: Path, stored: StoredClientStates
+) -> None:
     stored.put(1, {"rounds": 1})
     stored.commit()
     other = StoredClientStates(tmp_path / "other.db")
@@ -101,20 +103,20 @@ def test_a_file_that_does_not_belong_to_the_checkpoint_is_refused(tmp_path: Path
         other.load_state_dict(stored.state_dict())
 
 
-def test_the_two_kinds_do_not_take_each_others_checkpoints(stored: StoredClientStates) -> None:
+def test_memory_and_file_states_reject_each_others_checkpoints(stored: StoredClientStates) -> None:
     with pytest.raises(CheckpointError, match="give the same states_path"):
         ClientStates().load_state_dict(stored.state_dict())
     with pytest.raises(CheckpointError, match="needs no states_path"):
         stored.load_state_dict(ClientStates().state_dict())
 
 
-def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_a_file_of_another_kind_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "clients.db").write_bytes(b"not a database, but long enough to be taken for one" * 40)
     with pytest.raises(CheckpointError, match="not a file of client states"):
         StoredClientStates(tmp_path / "clients.db")
 
 
-def test_a_damaged_state_is_refused(stored: StoredClientStates) -> None:
+def test_a_damaged_state_is_rejected(stored: StoredClientStates) -> None:
     stored.put(1, {"w": torch.ones(2)})
     stored._database.execute("UPDATE states SET text = x'00'")
     with pytest.raises(CheckpointError, match="client 1"):
@@ -122,7 +124,7 @@ def test_a_damaged_state_is_refused(stored: StoredClientStates) -> None:
 
 
 @pytest.mark.parametrize("kind", ["memory", "stored"])
-def test_a_round_that_failed_can_be_forgotten(kind: str, stored: StoredClientStates) -> None:
+def test_the_states_of_a_failed_round_can_be_discarded(kind: str, stored: StoredClientStates) -> None:
     states = stored if kind == "stored" else ClientStates()
     states.put(1, {"rounds": 1})
     states.commit()
@@ -151,7 +153,7 @@ def _changed(path: Path, statement: str, *values: Any) -> None:
     database.close()
 
 
-def test_a_damaged_state_is_named(tmp_path: Path) -> None:
+def test_a_damaged_state_is_named_in_the_error(tmp_path: Path) -> None:
     path = tmp_path / "clients.db"
     saved = _written(path)
     with sqlite3.connect(path) as database:
@@ -173,9 +175,7 @@ def test_a_damaged_state_is_named(tmp_path: Path) -> None:
         "UPDATE states SET sha256 = NULL WHERE client = 7",
     ],
 )
-def test_a_state_that_is_missing_or_has_no_checksum_is_found_when_a_checkpoint_is_loaded(
-    statement: str, tmp_path: Path
-) -> None:
+def test_a_state_without_entry_or_checksum_is_found_when_loading(statement: str, tmp_path: Path) -> None:
     path = tmp_path / "clients.db"
     saved = _written(path)
     _changed(path, statement)
@@ -183,7 +183,7 @@ def test_a_state_that_is_missing_or_has_no_checksum_is_found_when_a_checkpoint_i
         StoredClientStates(path).load_state_dict(saved)
 
 
-def test_states_of_two_clients_that_are_exchanged_are_damaged(tmp_path: Path) -> None:
+def test_states_swapped_between_two_clients_are_detected(tmp_path: Path) -> None:
     path = tmp_path / "clients.db"
     _written(path)
     _changed(path, "UPDATE states SET client = client + 100 WHERE client = 1")
@@ -213,7 +213,7 @@ def test_no_flipped_bit_of_the_file_gives_another_state(tmp_path: Path) -> None:
     assert all("damaged.db" in sentence for sentence in refused)
 
 
-def test_a_file_from_before_checksums_can_be_read_and_gets_them(tmp_path: Path) -> None:
+def test_a_file_from_before_checksums_is_read_and_upgraded(tmp_path: Path) -> None:
     path = tmp_path / "clients.db"
     saved = _written(path)
     with sqlite3.connect(path) as database:

@@ -1,4 +1,4 @@
-"""Federated learning: what servers and clients send each other, and where clients run."""
+"""Federated learning: servers, clients, algorithms, and the backends that run clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How updates become one, and how weights move by it."""
+"""Weighted mean of client updates, and the global weights after adding it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dovetail.federated.messages import Update, WeightedSum, Weights
 
-# Makes one difference of many.
+# Aggregates the differences of several updates into one.
 Average = Callable[[Sequence[Update]], Weights]
 
 
@@ -19,7 +19,7 @@ def weighted_mean(updates: Sequence[Update]) -> Weights:
 
 
 def moved(weights: Weights, delta: Weights, rate: float = 1.0) -> dict[str, Tensor]:
-    """Return weights that have moved by a difference; what it does not name stays, whole numbers stay whole.
+    """Return the weights plus `rate` times a difference; weights that it does not name stay, integers are rounded.
 
     Example:
         >>> moved({"w": torch.ones(2), "steps": torch.tensor(3)}, {"w": torch.ones(2), "steps": torch.tensor(1.6)})
@@ -29,8 +29,10 @@ def moved(weights: Weights, delta: Weights, rate: float = 1.0) -> dict[str, Tens
     for name, change in delta.items():
         before = weights[name]
         change = change.to(before.device)
+        # Without the multiplication, a rate of 1 gives the bits of a plain sum and needs no extra tensor.
         after = before + (change if rate == 1 else change * rate)
         if not (before.is_floating_point() or before.is_complex()):
+            # Batch norm's `num_batches_tracked` is a whole number, but its mean over clients is not.
             after = torch.round(after)
         result[name] = after.to(before.dtype)
     return result

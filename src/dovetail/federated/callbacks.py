@@ -32,35 +32,35 @@ class ServerCallback:
     """
 
     def on_training_will_start(self, server: Any) -> None:
-        """Before the first round of a run."""
+        """Called before the first round of a run."""
 
     def on_clients_selected(self, server: Any, selected_clients: Sequence[int], **kwargs: Any) -> None:
-        """After the clients of a round are selected."""
+        """Called after the clients of a round are selected."""
 
     def on_weights_received(self, server: Any, weights_received: Sequence[Any]) -> None:
-        """After the updates of a round are received, with the weights that each client has trained."""
+        """Called after the updates of a round are received, with the weights that each client has trained."""
 
     def on_weights_aggregated(self, server: Any, updates: Sequence[Any]) -> None:
-        """After the global weights are updated, with the updates that were used."""
+        """Called after the global weights are updated, with the updates that were used."""
 
     def on_clients_processed(self, server: Any) -> None:
-        """After a round: `server.records[-1]` is its record."""
+        """Called after a round: `server.records[-1]` is its record."""
 
     def on_clients_personalized(self, server: Any) -> None:
-        """After the personalization round: `server.personalized` has the metrics of each client."""
+        """Called after the personalization round: `server.personalized` has the metrics of each client."""
 
     def on_server_will_close(self, server: Any) -> None:
-        """After the last round of a run; also after an error."""
+        """Called after the last round of a run; also after an error."""
 
 
 class ClientCallback:
     """Base of callbacks of a client, which run in its process. Every method does nothing; override those you need."""
 
     def on_inbound_received(self, client: Any, inbound_processor: Any) -> None:
-        """After a task is received, before the postprocessors decode its weights."""
+        """Called after a task is received, before the postprocessors decode its weights."""
 
     def on_inbound_processed(self, client: Any, data: Any) -> None:
-        """After the weights of a task are decoded."""
+        """Called after the weights of a task are decoded."""
 
     def on_outbound_ready(self, client: Any, report: Any, outbound_processor: Any) -> None:
-        """After training, before the postprocessors encode the update."""
+        """Called after training, before the postprocessors encode the update."""

@@ -54,6 +54,7 @@ class Speeds:
             expect(getattr(self._server, name) > 0, name, "a number above 0", getattr(self._server, name))
         if config.speed_simulation:
             self._numbers = _numbers(config.simulation_distribution)
+            # One draw finds parameters that numpy rejects, before the first round.
             try:
                 self.slowness(1)
             except (ValueError, OverflowError) as error:
@@ -76,6 +77,7 @@ class Speeds:
         """Return the simulated seconds for the bytes to a client and back."""
         if not self._config.comm_simulation:
             return 0.0
+        # Bandwidths are in megabits per second: 8 bits per byte, and 1e-6 megabits per bit.
         bits = 8e-6
         return down * bits / self._server.downlink_bandwidth + up * bits / self._server.uplink_bandwidth
 
@@ -158,6 +160,7 @@ class Clock:
         """
         taken: list[Arrival] = []
         updates = sum(isinstance(arrival.outcome, Done) for arrival in self._coming)
+        # Faults do not count: a round that waits for two updates must not end with two clients that failed.
         wanted = updates if config.synchronous else min(config.minimum_clients_aggregated, updates)
 
         def take() -> None:
@@ -171,6 +174,7 @@ class Clock:
             or any(round - arrival.round > config.staleness_bound for arrival in self._coming)
         ):
             take()
+        # The server checks for answers only at multiples of the interval, so the round lasts until the next one.
         if not config.synchronous and config.periodic_interval:
             self.now = math.ceil(self.now / config.periodic_interval) * config.periodic_interval
         while self._coming and self._coming[0].at <= self.now:

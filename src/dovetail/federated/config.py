@@ -252,6 +252,7 @@ class FederatedConfig:
             if name in _SECTIONS:
                 changed[name] = value
                 continue
+            # A second setting of the same section must be added to the first, which is in `changed` already.
             section, setting = _place_of(name)
             changed[section] = replace(changed.get(section, getattr(self, section)), **{setting: value})
         return replace(self, **changed)
@@ -266,6 +267,7 @@ def _place_of(name: str) -> tuple[str, str]:
     settings = [
         (section, each.name) for section, default in vars(FederatedConfig()).items() for each in fields(default)
     ]
+    # For example, `type` is a key of four sections, and `random_seed` of three.
     found = [it for it in settings if it[1] == name]
     if len(found) > 1:
         raise ConfigError(f"{name}: {' and '.join(section for section, _ in found)} both have it; give the section")

@@ -1,4 +1,4 @@
-"""Many models at once: a fleet of K equal models is one model with a leading dimension, run by the same loop.
+"""Fleet of equal models: K models train as one model with a leading dimension, in the same loop.
 
 Every tensor of the fleet has K rows, one for each member. Members have separate data of unequal size: a step takes the
 next batch of every member that has one left; the others are finished. Optimizers that work element by element need no
@@ -59,14 +59,14 @@ class Member:
         state: The initial weights of its model, by name.
         data: Its training data: tensors, or a dataset.
         seed: The seed of the order of its data.
-        kept: Its state, as in `context.client.state`.
+        client_state: Its state, as in `context.client.state`.
         received: The payload that it received with the weights, as in `context.client.payload`.
     """
 
     state: Mapping[str, Tensor]
     data: Any
     seed: int
-    kept: Mapping[str, Any] = field(default_factory=dict)
+    client_state: Mapping[str, Any] = field(default_factory=dict)
     received: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -78,7 +78,7 @@ class FleetTrainer(TrainerDecorator):
         members: The members.
 
     Attributes:
-        num_updates: How many steps each member has made, or will have made.
+        num_updates: The number of optimizer steps of each member, known before training.
         losses: The mean training loss of each member in its last epoch.
 
     Example:
@@ -109,9 +109,9 @@ class FleetTrainer(TrainerDecorator):
         self._sums: Tensor | None = None
         self._counted: Tensor | None = None
         super().__init__(trainer)
-        trainer.model = stacked(self._one, [member.state for member in members]).to(context.device)
+        trainer.model = stack_models(self._one, [member.state for member in members]).to(context.device)
         context.client.is_fleet = True
-        context.client.state = _rows([member.kept for member in members])
+        context.client.state = _rows([member.client_state for member in members])
         context.client.payload = _rows([dict(member.received) for member in members])
 
     @property
@@ -131,17 +131,17 @@ class FleetTrainer(TrainerDecorator):
             for name, value in model.state_dict().items()
         }
 
-    def kept_by(self, position: int) -> dict[str, Any]:
-        """Return what one member keeps."""
+    def client_state_of(self, position: int) -> dict[str, Any]:
+        """Return the client state of one member after training."""
         return cast("dict[str, Any]", _row(self.context.client.state, position))
 
-    def sent_by(self, position: int) -> dict[str, Any]:
-        """Return what one member sends besides its weights."""
+    def payload_of(self, position: int) -> dict[str, Any]:
+        """Return the payload that one member sends with its weights."""
         payload = self._core.strategies.model_update.get_update_payload(self.context)
         return cast("dict[str, Any]", _row(payload, position))
 
     def train_together(self) -> None:
-        """Train all members to their ends."""
+        """Train all members for all their epochs."""
         first = self._member_loaders[0]
         # It is a loader already. The trainer would form batches of it once more.
         self._core._data.loaders["train"] = first, first
@@ -150,22 +150,24 @@ class FleetTrainer(TrainerDecorator):
     # ------------------------------------------------------------------ verbs
 
     def setup(self) -> None:
-        """Put the losses of the members in the place of the loss of one model."""
+        """Replace the loss of one model by the losses of all members."""
         super().setup()
         core = self._core
         loss, self._terms = _without_terms(core.strategies.loss)
         criterion = loss.criterion(self.context) if self._terms else core.get_loss_criterion()
+        # Once over members and once over samples, so that padded samples can be left out of each mean.
         self._sample_losses = vmap(vmap(lambda out, target: criterion(out.unsqueeze(0), target.unsqueeze(0))))
+        # The trainer's own step calls `criterion`, so that no step is written twice.
         core.criterion = self._losses
         samples = _loss_of_samples(core)
         self._ignored = -100 if samples is F.cross_entropy else getattr(samples, "ignore_index", None)
 
-    def plan(self, **wishes: TrainUnit | Mapping[str, int] | None) -> Plan:
+    def plan(self, **options: TrainUnit | Mapping[str, int] | None) -> Plan:
         """Return the plan of one pass for each phase.
 
         All epochs of all members are one pass: a member that has fewer batches starts its next epoch earlier.
         """
-        plan, context = super().plan(**wishes), self.context
+        plan, context = super().plan(**options), self.context
         context.run.phases = tuple(replace(phase, epochs=1) for phase in self._phases)
         return replace(plan, max_length=Epochs(len(self._phases)))
 
@@ -195,17 +197,18 @@ class FleetTrainer(TrainerDecorator):
         return {"loss": losses.sum()}
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Differentiate the losses of all."""
+        """Differentiate the sum of the losses of all members."""
         super().backward(loss.sum(), **kwargs)
 
     def clip_gradients(self, optimizer: Optimizer) -> None:
-        """Clip the gradients of every member for itself."""
+        """Clip the gradients of each member by the norm of this member alone."""
         limit = self._core.options.gradient_clip
         gradients = [it.grad for group in optimizer.param_groups for it in group["params"] if it.grad is not None]
         if limit and gradients:
             norms = [torch.linalg.vector_norm(it.reshape(len(it), -1), dim=1) for it in gradients]
             factor = clip_factor(norms, limit)
             for gradient in gradients:
+                # One factor per member, with as many dimensions as the gradient.
                 gradient.mul_(factor.view(-1, *[1] * (gradient.ndim - 1)))
 
     def optimizer_step(self, optimizer: Optimizer) -> bool:
@@ -234,26 +237,28 @@ class FleetTrainer(TrainerDecorator):
         assert self._step is not None
         counts, losses = self._step.counts, self._sample_losses(outputs, targets)
         is_real = torch.arange(losses.shape[1], device=losses.device) < counts.unsqueeze(1)
-        # Not a product: what a padded sample gives may be infinite.
+        # Not a product with a mask: the loss of a padded sample may be infinite, and infinity times 0 is NaN.
         value: Tensor = torch.where(is_real, losses, 0.0).sum(dim=1) / counts.clamp(min=1)
         for term in reversed(self._terms):
             value = term.penalized(value, self.context)
         return value
 
     def _check_phase(self) -> None:
-        """Raise if a phase continues with what members have in common, and they have made unequal numbers of steps.
+        """Raise if a second phase would continue a schedule or optimizer state after unequal numbers of steps.
 
-        A schedule and the optimizer's state have then counted the steps of the member with the most batches.
+        These are shared by all members, and have counted the steps of the member with the most batches.
         """
         context = self.context
         if context.progress.updates == 0 or len(set(map(len, self._member_loaders))) == 1:
             return
         if any(bound.count for bound in context.schedulers):
-            raise ConfigError("a schedule continues in a second phase, which comes at another step for each client")
+            raise ConfigError("a schedule continues in a second phase, whose first step differs between clients")
         (optimizer,) = context.optimizers
         trained = [it for group in optimizer.param_groups for it in group["params"] if it.requires_grad]
         if any(optimizer.state.get(it) for it in trained):
-            raise ConfigError("the optimizer's state continues in a second phase, and clients differ in their steps")
+            raise ConfigError(
+                "the optimizer's state continues in a second phase, whose first step differs between clients"
+            )
 
     def _steps(self) -> Iterator[_Step]:
         self._check_phase()
@@ -261,6 +266,7 @@ class FleetTrainer(TrainerDecorator):
         first = sum(phase.epochs for phase in self._phases[: self.context.progress.epoch])
         streams = [_stream(loader, first, epochs) for loader in self._member_loaders]
         last = [len(loader) * (epochs - 1) for loader in self._member_loaders]
+        # A batch of the right shape and type, from which an empty batch is sliced for finished members.
         nothing = split_batch(next(iter(self._member_loaders[0])))
         for number, pairs in enumerate(zip_longest(*streams)):
             counts = torch.tensor([0 if pair is None else len(pair[1]) for pair in pairs])
@@ -295,14 +301,14 @@ class _Step:
     idle: Tensor
 
 
-def stacked(model: nn.Module, states: Sequence[Mapping[str, Tensor]]) -> nn.Module:
+def stack_models(model: nn.Module, states: Sequence[Mapping[str, Tensor]]) -> nn.Module:
     """Return a model with a row for each state in every parameter, that maps rows of inputs to rows of outputs.
 
-    It has the names of the model. Buffers are shared: see `why_alone`.
+    It has the names of the model. Buffers are shared: see `fleet_obstacle`.
 
     Example:
         >>> one = nn.Linear(3, 2)
-        >>> many = stacked(one, [one.state_dict()] * 5)
+        >>> many = stack_models(one, [one.state_dict()] * 5)
         >>> many.weight.shape, many(torch.zeros(5, 7, 3)).shape
         (torch.Size([5, 2, 3]), torch.Size([5, 7, 2]))
     """
@@ -318,12 +324,13 @@ def stacked(model: nn.Module, states: Sequence[Mapping[str, Tensor]]) -> nn.Modu
                 rows = torch.stack([state[full].to(parameter.device) for state in states])
                 made[parameter] = nn.Parameter(rows, requires_grad=parameter.requires_grad)
             module._parameters[name] = made[parameter]
-    kind = type(f"Fleet{type(model).__name__}", (_Rows, type(many)), {"one": (model,)})
+    # A subclass keeps attributes, names of submodules and `isinstance` checks of the original class.
+    kind = type(f"Fleet{type(model).__name__}", (_RowwiseModel, type(many)), {"one": (model,)})
     many.__class__ = kind
     return many
 
 
-class _Rows(nn.Module):
+class _RowwiseModel(nn.Module):
     """Calls a model for every row of its parameters and inputs."""
 
     # In a tuple, so that the model is no submodule.
@@ -339,12 +346,12 @@ class _Rows(nn.Module):
         return vmap(call)(dict(self.named_parameters()), inputs)
 
 
-def why_alone(trainer: Trainer) -> str | None:
-    """Return what about a trainer keeps many of its kind from training as one; None if nothing does.
+def fleet_obstacle(trainer: Trainer) -> str | None:
+    """Return the reason why copies of a trainer cannot train as a fleet; None means that they can.
 
     Example:
         >>> from dovetail.trainers.composable import ComposableTrainer
-        >>> why_alone(ComposableTrainer(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)), verbose=False))
+        >>> fleet_obstacle(ComposableTrainer(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)), verbose=False))
         'Dropout draws random numbers'
     """
     return next(_obstacles(trainer), None)
@@ -368,11 +375,12 @@ def _in_modules(model: nn.Module) -> Iterator[str]:
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             yield f"{name} draws random numbers"
         if isinstance(module, nn.modules.batchnorm._NormBase) and (
+            # Instance norm without statistics handles each sample separately, so padding does not matter.
             module.track_running_stats or not isinstance(module, nn.modules.instancenorm._InstanceNorm)
         ):
-            yield f"{name} looks at the whole batch, and batches are padded"
+            yield f"{name} computes statistics over the whole batch, but batches are padded"
         if isinstance(module, nn.RNNBase):
-            yield f"{name} cannot be mapped over rows"
+            yield f"{name} cannot be mapped over clients by torch.func.vmap"
 
 
 def _in_pieces(trainer: SingleProcessTrainer) -> Iterator[str]:
@@ -389,7 +397,7 @@ def _in_pieces(trainer: SingleProcessTrainer) -> Iterator[str]:
     for hook in (*callbacks.on_step_start, *callbacks.on_step_end, *callbacks.on_gradients):
         owner = getattr(hook, "__self__", hook)
         if owner is not trainer._strategy_hooks:
-            yield f"{type(owner).__name__} wants to see every step"
+            yield f"{type(owner).__name__} has a hook for every step"
 
 
 def _in_strategy(strategy: Strategy) -> Iterator[str]:
@@ -401,22 +409,22 @@ def _in_strategy(strategy: Strategy) -> Iterator[str]:
     if isinstance(strategy, TrainingStepStrategy):
         yield f"{name} has its own step"
     elif isinstance(strategy, ModelUpdateStrategy):
-        yield f"{name} looks at one model"
+        yield f"{name} handles the model of one client"
     elif type(strategy).on_gradients is not Strategy.on_gradients:
-        yield f"{name} wants to see every step"
+        yield f"{name} has a hook for every step"
 
 
 def _in_loss(trainer: SingleProcessTrainer) -> Iterator[str]:
     criterion = _loss_of_samples(trainer)
     if isinstance(criterion, LossCriterionStrategy) and type(criterion) is not CrossEntropyLossStrategy:
-        yield f"{type(criterion).__name__} may look at more than one sample"
+        yield f"{type(criterion).__name__} may use more than one sample at a time"
     if criterion in _MEAN_FUNCTIONS:
         return
     if not isinstance(criterion, _MEANS):
-        yield f"the loss {getattr(criterion, '__name__', type(criterion).__name__)} may be no mean over samples"
+        yield f"the loss {getattr(criterion, '__name__', type(criterion).__name__)} may not be a mean over samples"
     # The mean of a weighted loss is one over the weights of a batch.
     elif criterion.reduction != "mean" or getattr(criterion, "weight", None) is not None:
-        yield "the loss is no plain mean over samples"
+        yield "the loss is not an unweighted mean over samples"
 
 
 def _in_optimizer(trainer: SingleProcessTrainer) -> Iterator[str]:
@@ -424,16 +432,16 @@ def _in_optimizer(trainer: SingleProcessTrainer) -> Iterator[str]:
     if len(context.optimizers) != 1:
         yield f"there are {len(context.optimizers)} optimizers"
     if type(optimizer) not in _ELEMENTWISE:
-        yield f"{type(optimizer).__name__} may look at whole tensors"
+        yield f"{type(optimizer).__name__} may use whole tensors instead of single elements"
     for bound in context.schedulers:
         if bound.interval != "update":
-            yield f"a schedule moves at every {bound.interval}, which comes at another step for everyone"
+            yield f"a schedule moves at every {bound.interval}, which is at a different step for each client"
         if bound.takes_metric:
-            yield f"{type(bound.scheduler).__name__} follows a metric, which each client has for itself"
+            yield f"{type(bound.scheduler).__name__} follows a metric, which differs between clients"
 
 
 def _loss_of_samples(trainer: SingleProcessTrainer) -> Any:
-    """Return what computes the loss of samples: a function, a module, or a strategy that is neither."""
+    """Return the object that computes the loss of samples: a function, a module, or any other strategy."""
     strategy, _ = _without_terms(trainer.strategies.loss)
     if type(strategy) not in (DefaultLossCriterionStrategy, CallableLossStrategy):
         return strategy

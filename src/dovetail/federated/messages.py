@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from types import SimpleNamespace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -102,6 +103,7 @@ class Update:
 
     def with_report(self, report: SimpleNamespace) -> Update:
         """Return the update with the samples, the accuracy and the additions of a report."""
+        # The names that every report has; all others are additions of the user.
         before = vars(replace(self, payload={}).report)
         added = {name: value for name, value in vars(report).items() if name not in before}
         metrics = dict(self.metrics)
@@ -208,6 +210,8 @@ def num_bytes(content: Any) -> int:
     """Return the bytes of all tensors, arrays and byte strings in nested containers, and 8 for every number."""
     if isinstance(content, Tensor):
         return content.numel() * content.element_size()
+    if isinstance(content, np.ndarray):
+        return content.nbytes
     if isinstance(content, Mapping):
         return sum(num_bytes(value) for value in content.values())
     if isinstance(content, (list, tuple)):

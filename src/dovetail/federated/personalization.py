@@ -52,4 +52,5 @@ def personalizes(context: TrainingContext) -> bool:
         >>> personalizes(context)
         True
     """
+    # The server counts the personalization as one more round than `rounds` of the settings.
     return context.client.round > float(context.config.get("rounds", math.inf))

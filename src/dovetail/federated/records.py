@@ -107,7 +107,7 @@ class ClientsEvaluation:
         return Spread.of([each[name] for each in self.metrics.values()], larger_is_better="loss" not in name)
 
     def to_plain(self) -> dict[str, Any]:
-        """Return the evaluation as lists, dictionaries with words as keys, and numbers."""
+        """Return the evaluation as lists, numbers, and dictionaries with strings as keys, as JSON needs them."""
         return {
             "metrics": {str(client_id): dict(each) for client_id, each in self.metrics.items()},
             "num_samples": {str(client_id): number for client_id, number in self.num_samples.items()},
@@ -137,6 +137,7 @@ def client_metrics(updates: Sequence[Update]) -> dict[str, float]:
     tested = [update for update in updates if "test_accuracy" in update.metrics]
     if tested:
         spread = Spread.of([update.metrics["test_accuracy"] for update in tested])
+        # By client, not by samples: these describe fairness among clients.
         found |= {
             "clients_accuracy": spread.mean,
             "clients_accuracy_std": spread.deviation,

@@ -1,4 +1,4 @@
-"""Means that a few bad updates cannot move far."""
+"""Robust aggregation: medians and means that a few malicious updates cannot move far."""
 
 from __future__ import annotations
 
@@ -34,31 +34,32 @@ _MAX_ITERATIONS = 100_000
 
 
 class RobustAverage(ABC):
-    """Makes one difference of many, of which some are bad. Updates count the same, whatever samples they claim.
+    """Base of aggregators for updates of which some may be malicious.
 
-    The updates are finite and have the same tensors: `dovetail.federated.validation` has seen to it. What comes out has
-    their types; whole numbers are rounded.
+    All updates have the same weight, because a client could claim any number of samples. The updates are finite and
+    have the same tensors, because `dovetail.federated.validation` has checked them. The result has their types; whole
+    numbers are rounded.
     """
 
     def __call__(self, updates: Sequence[Update]) -> dict[str, Tensor]:
-        """Return the difference that the weights move by."""
+        """Return the aggregated difference."""
         if not updates:
             return {}
         first = updates[0].delta
         stacked = {name: torch.stack([update.delta[name] for update in updates]) for name in first}
-        return {name: _like(value, first[name]) for name, value in self.reduce(stacked).items()}
+        return {name: _cast_like(value, first[name]) for name, value in self.reduce(stacked).items()}
 
     @abstractmethod
     def reduce(self, stacked: Weights) -> Weights:
         """Return tensors without the first dimension, which counts the updates.
 
-        Whole numbers count for no distance: how many batches a client has seen says nothing of its honesty.
+        Distances between updates leave out whole numbers, such as the number of batches that batch norm has seen.
         """
 
 
 @dataclass(frozen=True)
 class CoordinateMedian(RobustAverage):
-    """The median of every number by itself. It stands fewer bad updates than good ones.
+    """The coordinate-wise median. It is robust if fewer than half of the updates are malicious.
 
     Example:
         >>> updates = [Update(k, 1, 1, delta={"w": torch.tensor([v])}) for k, v in enumerate((1.0, 2.0, 1e30))]
@@ -67,16 +68,16 @@ class CoordinateMedian(RobustAverage):
     """
 
     def reduce(self, stacked: Weights) -> dict[str, Tensor]:
-        """Return the medians; between the two in the middle of an even number."""
+        """Return the medians; for an even number of updates, the mean of the two in the middle."""
         return {name: _middle(value, (len(value) - 1) // 2) for name, value in stacked.items()}
 
 
 @dataclass(frozen=True)
 class TrimmedMean(RobustAverage):
-    """The mean of every number by itself, without the largest and the smallest.
+    """The coordinate-wise mean without the largest and the smallest values.
 
     Args:
-        share: The share of updates to leave out at either end, rounded down. As many bad updates are harmless.
+        share: The share of updates to leave out at either end, rounded down. It tolerates so many malicious updates.
 
     Example:
         >>> updates = [Update(k, 1, 1, delta={"w": torch.tensor([v])}) for k, v in enumerate((1.0, 2.0, 3.0, 1e30))]
@@ -90,17 +91,17 @@ class TrimmedMean(RobustAverage):
         expect(0 <= self.share < 0.5, "share", "a number from 0 and below 0.5", self.share)
 
     def reduce(self, stacked: Weights) -> dict[str, Tensor]:
-        # The smallest bit more, so that a share of 0.29 of 100 is 29.
+        # Without the addition, 0.29 * 100 = 28.999… would be rounded down to 28.
         return {name: _middle(value, int(self.share * len(value) + 1e-9)) for name, value in stacked.items()}
 
 
 @dataclass(frozen=True)
 class Krum(RobustAverage):
-    """The update that is nearest to its nearest ones, or the mean of several such (Blanchard et al., 2017).
+    """The update with the least distances to its neighbors, or the mean of several (Blanchard et al., 2017).
 
     Args:
-        num_attackers: How many bad updates there may be; at least twice as many and 3 are needed.
-        num_chosen: Over how many updates to take the mean; None for all but `num_attackers` (multi-Krum).
+        num_attackers: The largest number f of malicious updates; at least 2 f + 3 updates are needed.
+        num_chosen: The number of updates in the mean. None means all but `num_attackers` (multi-Krum).
 
     Example:
         >>> values = (1.0, 1.1, 0.9, 1.2, 1e30)
@@ -134,7 +135,8 @@ class Krum(RobustAverage):
             flat = value.reshape(total, -1).double()
             # Not by products: beside an attacker's numbers, honest differences would be lost in rounding.
             distances += torch.cdist(flat, flat, compute_mode="donot_use_mm_for_euclid_dist").cpu() ** 2
-        # The nearest one of all is the update itself, at no distance.
+        # The score of an update is the sum of its n - f - 2 smallest distances to others. The slice has one more entry,
+        # the update's distance of 0 to itself. Distances that overflow to NaN count as the largest.
         nearest = distances.nan_to_num(torch.inf).sort(dim=1).values[:, : total - self.num_attackers - 1]
         return nearest.sum(dim=1).sort(stable=True).indices[:num_chosen]
 
@@ -144,8 +146,8 @@ class GeometricMedian(RobustAverage):
     """The point with the least sum of distances to all updates, by Weiszfeld's iteration (Pillutla et al., 2022).
 
     Args:
-        max_iterations: The most steps to take.
-        tolerance: Stop where a step is this small, beside the median distance.
+        max_iterations: The largest number of steps.
+        tolerance: Stop when a step is at most this share of the median distance.
 
     Example:
         >>> points = ([0.0, 0.0], [2.0, 0.0], [0.0, 2.0], [2.0, 2.0], [1.0, 1.0])
@@ -167,6 +169,7 @@ class GeometricMedian(RobustAverage):
     def reduce(self, stacked: Weights) -> dict[str, Tensor]:
         exact = {name: value.double() for name, value in stacked.items()}
         real = _real(stacked)
+        # A start that a few huge updates cannot move, unlike the mean.
         point = CoordinateMedian().reduce(stacked)
         for _ in range(self.max_iterations):
             distances = _distances(real, point)
@@ -174,6 +177,7 @@ class GeometricMedian(RobustAverage):
             # Otherwise a point that equals an update would never move, because its weight is infinite.
             pulls = 1 / distances.clamp(min=max(float(scale) * 1e-6, 1e-150))
             pulls = pulls / pulls.sum()
+            # Weiszfeld's step: the mean weighted by one over the distance.
             nearer = {name: torch.tensordot(pulls.to(each.device), each, dims=1) for name, each in exact.items()}
             step = _distances({name: nearer[name][None] for name in real}, point)
             point = nearer
@@ -184,10 +188,10 @@ class GeometricMedian(RobustAverage):
 
 @dataclass(frozen=True)
 class NormBound:
-    """The mean by samples of updates that are shortened to a norm: each can do so much harm and no more.
+    """The mean by samples of updates whose norm is bounded, so that the effect of each update is limited.
 
     Args:
-        max_norm: The longest that an update can be; None for the median of their norms.
+        max_norm: The largest norm of an update. None means the median of the norms.
 
     Example:
         >>> updates = [Update(k, 1, 1, delta={"w": torch.tensor([v])}) for k, v in enumerate((1.0, 2.0, 1e30))]
@@ -201,7 +205,7 @@ class NormBound:
         expect(self.max_norm is None or self.max_norm > 0, "max_norm", "a number above 0, or None", self.max_norm)
 
     def __call__(self, updates: Sequence[Update]) -> Weights:
-        """Return the difference that the weights move by."""
+        """Return the aggregated difference."""
         if not updates:
             return {}
         bound = self.max_norm
@@ -209,7 +213,7 @@ class NormBound:
             bound = statistics.median(float(norm(update.delta)) for update in updates)
         shortened = [update.with_delta(clip(update.delta, bound)[0]) for update in updates]
         first = updates[0].delta
-        return {name: _like(value, first[name]) for name, value in weighted_mean(shortened).items()}
+        return {name: _cast_like(value, first[name]) for name, value in weighted_mean(shortened).items()}
 
 
 def make_aggregator(spec: str | Mapping[str, Any]) -> Average:
@@ -245,7 +249,7 @@ def _exact(value: Tensor) -> Tensor:
     return value.to(torch.promote_types(value.dtype, torch.float32) if value.is_floating_point() else torch.float64)
 
 
-def _like(value: Tensor, given: Tensor) -> Tensor:
+def _cast_like(value: Tensor, given: Tensor) -> Tensor:
     return (value if given.is_floating_point() else value.round()).to(given.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Selection of the clients of a round."""
+"""Selection of the clients of a round: random, in turn, by loss (AFL) or by utility (Oort)."""
 
 from __future__ import annotations
 
@@ -89,6 +89,7 @@ class RoundRobinSelection(ClientSelection):
     def select(self, round: int, clients: Sequence[int], count: int, busy: Collection[int] = ()) -> list[int]:
         taken = set(busy)
         chosen: list[int] = []
+        # At most this many positions can be needed; the loop also ends if all clients are busy.
         for _ in range(min(len(clients), count + len(taken))):
             if len(chosen) == count:
                 break
@@ -140,6 +141,8 @@ class AFLSelection(ClientSelection):
         # Only proportions matter. Without the largest exponent, no exponential overflows.
         chances = {
             client_id: (0.0 if client_id in ignored else math.exp(self.alpha2 * (value - top)))
+            # Every known client keeps a small chance, also one with a weight of 0; scaled like the other
+            # exponentials.
             + 0.01 * math.exp(-min(self.alpha2 * top, 700.0))
             for client_id, value in worth.items()
         }
@@ -207,9 +210,11 @@ class OortSelection(ClientSelection):
             if client_id not in busy and (self.blacklist_rounds is None or asked < self.blacklist_rounds)
         }
         share = max(self.min_exploration, self.exploration * self.exploration_decay ** (round - 1))
+        # Exploration: a rounded share of the round goes to clients without a report; exploitation takes the rest.
         unseen = len(clients) - len(self._known)
         wanted = max(count - min(math.floor(share * count + 0.5), unseen), 0)
         ranked = sorted(usable.values(), reverse=True)
+        # Draw by chance among all clients that are nearly as good as the last one of a strict ranking.
         if len(ranked) > wanted > 0:
             limit = self.cutoff * ranked[wanted - 1]
             usable = {client_id: use for client_id, use in usable.items() if use >= limit}
@@ -231,8 +236,10 @@ class OortSelection(ClientSelection):
             self._preferred = self.pacer_step
         elif len(self._gains) >= 2 * window and len(self._gains) % window == 0:
             before, now = sum(self._gains[-2 * window : -window]), sum(self._gains[-window:])
+            # The pacer: rounds bring less than before, so clients that take longer are accepted.
             if before > now:
                 self._preferred += self.pacer_step
+        # Only two windows are compared. Cutting at multiples of the window keeps the count above correct.
         self._gains = self._gains[-2 * window :] if len(self._gains) % window == 0 else self._gains
 
     def state_dict(self) -> dict[str, Any]:
@@ -252,7 +259,9 @@ class OortSelection(ClientSelection):
 
     def _use(self, client_id: int, round: int) -> float:
         use, last, took, _ = self._known[client_id]
+        # Algorithm 1 of the paper: a term for the uncertainty about clients that were not selected for a long time.
         use += math.sqrt(0.1 * math.log(round) / last) if round > 1 else 0.0
+        # The system utility of the paper: (T / t)^α for a client whose duration t is longer than the preferred T.
         if self._preferred and took > self._preferred:
             use *= (self._preferred / took) ** self.penalty
         return use
@@ -274,6 +283,7 @@ selections: Registry[Callable[..., ClientSelection]] = Registry(
 def _drawn(generator: random.Random, clients: Sequence[int], count: int, taken: Collection[int]) -> list[int]:
     """Draw clients evenly and without replacement, except those that are taken."""
     taken = set(taken)
+    # Draws so many more that enough are left without the taken ones; a range is never turned into a list.
     drawn = generator.sample(clients, min(len(clients), max(count, 0) + len(taken)))
     return [client_id for client_id in drawn if client_id not in taken][: max(count, 0)]
 
@@ -285,6 +295,7 @@ def _by_chance(generator: random.Random, chances: Mapping[int, float], count: in
 
 
 def _key(even: float, chance: float) -> float:
+    # The logarithm of u^(1/chance), because the power of a small chance underflows to 0.
     return -math.inf if chance <= 0 else math.log(max(even, 1e-300)) / chance
 
 

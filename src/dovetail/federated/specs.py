@@ -1,4 +1,4 @@
-"""From what a configuration says of a piece to the piece."""
+"""Objects from a configuration: a name with arguments is checked, converted and built."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ T = TypeVar("T")
 
 
 def build(registry: Registry[Callable[..., T]], spec: str | Mapping[str, Any]) -> T:
-    """Make the piece of a name, or of a mapping of one name to its arguments.
+    """Return the object of a registered name, or of a mapping of one name to its arguments.
 
     Example:
         >>> numbers = Registry("number", lambda: {"power": lambda base, exponent=2: base**exponent})
         >>> build(numbers, {"power": {"base": 3}})
         9
     """
-    return prepared(registry, spec)()
+    return make_builder(registry, spec)()
 
 
-def prepared(registry: Registry[Callable[..., T]], spec: str | Mapping[str, Any]) -> Callable[[], T]:
-    """Return what makes the piece, once its name and arguments are found to be good.
+def make_builder(registry: Registry[Callable[..., T]], spec: str | Mapping[str, Any]) -> Callable[[], T]:
+    """Return a function without arguments that builds the object; its name and arguments are checked now.
 
     Raises:
-        ConfigError: They are not.
+        ConfigError: The name is unknown, or an argument is unknown, missing or of another type.
     """
     name, maker, given = _resolve(registry, spec)
     arguments, refused = _converted(maker, given)
@@ -43,9 +43,9 @@ def prepared(registry: Registry[Callable[..., T]], spec: str | Mapping[str, Any]
 
 
 def spec_problems(registry: Registry[Callable[..., Any]], spec: str | Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield what is wrong with the piece of a specification, each with the keys from the specification to it.
+    """Yield the mistakes of a specification, each with the keys that lead to it.
 
-    The piece is built, so that it checks its arguments itself. An extra that is not installed is no problem here.
+    The object is built, so that it checks its arguments itself. An extra that is not installed is not a mistake.
 
     Example:
         >>> numbers = Registry("number", lambda: {"power": lambda base, exponent=2: base**exponent})
@@ -66,7 +66,7 @@ def spec_problems(registry: Registry[Callable[..., Any]], spec: str | Mapping[st
 def build_problems(
     make: Callable[[], Any], arguments: Iterable[str], above: tuple[str | int, ...] = ()
 ) -> Iterator[Problem]:
-    """Yield the problem that building a piece raises, with the argument at the start of its message, if any.
+    """Yield the `ConfigError` of building an object as a problem; a message `argument: …` gives the argument as key.
 
     Example:
         >>> from dovetail.federated.robust import TrimmedMean
@@ -93,6 +93,7 @@ def _resolve(registry: Registry[Callable[..., T]], spec: Any) -> tuple[str, Call
         raise ConfigError(f"{registry.kind}: expected a name, or one name with its arguments, got {spec!r}")
     ((name, given),) = spec.items()
     maker = registry.get(name)
+    # YAML reads `krum:` without arguments as null.
     arguments = {} if given is None else given
     if not isinstance(arguments, Mapping):
         raise ConfigError(f"{registry.kind} {name!r}: expected its arguments by name, got {given!r}")
@@ -126,7 +127,7 @@ def _converted(maker: Callable[..., Any], given: Mapping[str, Any]) -> tuple[dic
 
 
 def checks_of(maker: Callable[..., Any]) -> dict[str, Check]:
-    """Return a check for every argument of a class or function whose annotation a file can be compared with.
+    """Return a check for every argument of a class or function that has an annotation, by name.
 
     Example:
         >>> def power(base: float, exponent: int = 2) -> float:
@@ -149,6 +150,7 @@ def _checked(hint: Any, value: Any) -> Any:
     if get_origin(hint) not in (Union, UnionType):
         return _as(hint, value)
     options = get_args(hint)
+    # In the order of the annotation: for `int | float`, a whole number stays one.
     for option in options:
         try:
             return _as(option, value)
@@ -190,7 +192,7 @@ def _described(hint: Any) -> str:
 
 
 def _real(value: Any) -> float:
-    """Accept numbers, infinite ones too: a piece may mean no bound by that."""
+    """Accept numbers, also infinite ones, which some classes use for "no bound"."""
     try:
         found = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
     except OverflowError:

@@ -38,7 +38,8 @@ class ClientStates:
         return self._states.get(client_id, {})
 
     def put(self, client_id: int, state: ClientState) -> None:
-        """Keep the state of a client; an empty one is not kept."""
+        """Store the state of a client; an empty one is deleted."""
+        # Only the first change of a round matters: a rollback restores the state before the round.
         self._before.setdefault(client_id, self.get(client_id))
         self._keep(client_id, state)
 
@@ -53,7 +54,7 @@ class ClientStates:
         self._before.clear()
 
     def __len__(self) -> int:
-        """How many clients have a state."""
+        """Return the number of clients that have a state."""
         return len(self._states)
 
     def clear(self) -> None:
@@ -143,7 +144,8 @@ class StoredClientStates(ClientStates):
         return state
 
     def put(self, client_id: int, state: ClientState) -> None:
-        """Keep the state of a client."""
+        """Store the state of a client for the running round, without a commit."""
+        # States of the running round have its number, so that a rollback can delete them by number.
         coming = self._round + 1
         encoded = encode(state) if state else None
         known = self._run("SELECT sha256 FROM states WHERE client = ? ORDER BY round DESC LIMIT 1", client_id)
@@ -152,12 +154,14 @@ class StoredClientStates(ClientStates):
         self._count += not known
         row = (None, None) if encoded is None else (encoded.text, b"".join(stream(encoded.blocks)))
         sha256 = _sha256(client_id, coming, *row)
+        # The sum is updated, not recomputed: a checkpoint must not read the states of a million clients.
         self._sum += _number(sha256) - sum(_number(before) for (before,) in known)
         self._run(
             "INSERT OR REPLACE INTO states (client, round, text, tensors, sha256) VALUES (?, ?, ?, ?, ?)",
             *(client_id, coming, *row, sha256),
         )
         self._run(
+            # Keeps the newest state of each checkpoint that can still be restored, and deletes older ones.
             "DELETE FROM states WHERE client = ?1 AND round < "
             "(SELECT max(round) FROM states WHERE client = ?1 AND round <= ?2)",
             *(client_id, coming - self._num_checkpoints),
@@ -171,7 +175,7 @@ class StoredClientStates(ClientStates):
         self._go_back(self._round)
 
     def __len__(self) -> int:
-        """How many clients have a state, or had one."""
+        """Return the number of clients that have a state, or had one."""
         return self._count
 
     def clear(self) -> None:
@@ -205,6 +209,7 @@ class StoredClientStates(ClientStates):
     def _make_table(self) -> bool:
         """Create the table, or add the checksums to an old one; return whether every state has a checksum."""
         run = self._database.execute
+        # The checkpoint that refers to these states is written after the commit, and must not survive without them.
         run("PRAGMA synchronous = FULL")
         columns = [row[1] for row in run("PRAGMA table_info(states)")]
         if not columns:
@@ -225,6 +230,7 @@ class StoredClientStates(ClientStates):
             raise CheckpointError(f"{self.path}: the file of client states cannot be used: {error}") from error
 
     def _go_back(self, round: int) -> None:
+        # First the uncommitted changes, then states of rounds that were committed after the checkpoint.
         self._database.rollback()
         self._run("DELETE FROM states WHERE round > ?", round)
         try:

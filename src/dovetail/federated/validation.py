@@ -46,7 +46,7 @@ def admit(
             reason = f"{who} reported twice in round {current_round}"
             faults.append(Fault(update.client_id, update.round, "duplicate", reason))
         elif update.client_id not in wanted:
-            reason = f"{who} reported in round {current_round}, but was not asked"
+            reason = f"{who} reported in round {current_round}, but was not selected"
             faults.append(Fault(update.client_id, update.round, "duplicate", reason))
         else:
             accepted[update.client_id] = update
@@ -86,7 +86,8 @@ def check_sent(update: Update, found: Any, expected: Weights, what: str = "") ->
         "client 1: control: 'w' is missing"
     """
     intro = f"{what}: " if what else ""
-    problem = _misfit(found, expected)
+    # Types and shapes first: the check of values needs tensors.
+    problem = _find_mismatch(found, expected)
     if problem:
         return _fault(update, "wrong shape", intro + problem)
     problem = _not_finite(found)
@@ -97,12 +98,12 @@ def _fault(update: Update, kind: Literal["wrong shape", "not finite"], problem: 
     return Fault(update.client_id, update.round, kind, f"client {update.client_id}: {problem}")
 
 
-def _misfit(found: Any, expected: Weights) -> str | None:
+def _find_mismatch(found: Any, expected: Weights) -> str | None:
     if not isinstance(found, Mapping):
         return f"expected tensors by their names, got {type(found).__name__}"
     if found.keys() != expected.keys():
         missing, extra = expected.keys() - found.keys(), found.keys() - expected.keys()
-        return f"{min(missing)!r} is missing" if missing else f"{min(extra, key=str)!r} was not asked for"
+        return f"{min(missing)!r} is missing" if missing else f"{min(extra, key=str)!r} was not requested"
     for name, value in found.items():
         like = expected[name]
         if not isinstance(value, Tensor):

@@ -119,7 +119,7 @@ def _kept(trainer: ComposableTrainer) -> tuple[float, float, float]:
 
 
 @pytest.mark.parametrize("adaptive", [True, False])
-def test_the_steps_are_those_of_the_paper(adaptive: bool) -> None:
+def test_apfl_steps_follow_the_paper(adaptive: bool) -> None:
     w, v, alpha = 2.0, 1.0, 0.3
     for number, (a, b) in enumerate(BATCHES):
         slope, own_slope = a * (w - b), a * (alpha * v + (1 - alpha) * w - b)
@@ -130,7 +130,7 @@ def test_the_steps_are_those_of_the_paper(adaptive: bool) -> None:
 
 
 @pytest.mark.parametrize(("own", "expected"), [(-50.0, 0.0), (50.0, 0.0), (-2.0, 1.0)])
-def test_alpha_stays_between_nothing_and_one(own: float, expected: float) -> None:
+def test_alpha_remains_between_zero_and_one(own: float, expected: float) -> None:
     # From 2, where the optimum is at -2: a v that is there is worth all, and one far beyond it nothing.
     assert _kept(_point(2.0, own, 0.5))[2] == expected
 
@@ -143,7 +143,7 @@ def test_a_window_of_batches_is_one_update_of_both_models_and_of_alpha() -> None
     assert _kept(_point(2.0, 1.0, 0.3, accumulation_steps=3)) == pytest.approx(expected, abs=1e-14)
 
 
-def test_gradients_of_both_models_are_clipped_each_for_itself() -> None:
+def test_gradients_of_both_models_are_clipped_separately() -> None:
     w, v, alpha = 2.0, 1.0, 0.3
     for number, (a, b) in enumerate(BATCHES):
         mixed = alpha * v + (1 - alpha) * w
@@ -154,14 +154,14 @@ def test_gradients_of_both_models_are_clipped_each_for_itself() -> None:
 
 
 @pytest.mark.parametrize("algorithm", [APFL(), APFL(alpha=0.0), APFL(mix="outputs")])
-def test_what_is_sent_is_that_of_fedavg(algorithm: APFL) -> None:
+def test_apfl_sends_the_update_of_fedavg(algorithm: APFL) -> None:
     plain, apfl = federation(FedAvg()), federation(algorithm)
     torch.testing.assert_close(apfl.weights, plain.weights, rtol=0, atol=1e-12)
     assert apfl.records[-1].metrics == pytest.approx(plain.records[-1].metrics, abs=1e-12)
 
 
 def _judged(server: Any, weights: Any) -> dict[int, float]:
-    """The loss of every client with some weights of its own."""
+    """The loss of every client with its local weights."""
     model, found = mlp(), {}
     for client_id in range(1, 5):
         model.load_state_dict(weights(client_id))
@@ -174,19 +174,19 @@ def _losses(server: Any) -> dict[int, float]:
     return {client_id: metrics["loss"] for client_id, metrics in server.evaluate_clients().metrics.items()}
 
 
-def test_an_alpha_of_nothing_is_the_model_of_all() -> None:
+def test_with_alpha_zero_clients_use_the_global_model() -> None:
     server = federation(APFL(alpha=0.0, adaptive_alpha=False))
     assert _losses(server) == pytest.approx(_judged(server, lambda _: server.weights), abs=1e-15)
 
 
-def test_an_alpha_of_one_is_the_clients_own_model() -> None:
+def test_with_alpha_one_clients_use_their_local_model() -> None:
     server = federation(APFL(alpha=1.0, adaptive_alpha=False))
     own = {client_id: server.states.get(client_id)["apfl"]["v"] for client_id in range(1, 5)}
     assert _losses(server) == pytest.approx(_judged(server, own.__getitem__), abs=1e-15)
     assert not _same(own[1], server.weights)
 
 
-def test_clients_are_judged_by_the_mixture() -> None:
+def test_clients_are_evaluated_with_the_mixture() -> None:
     server = federation(APFL(alpha=0.3))
 
     def mixture(client_id: int) -> dict[str, Tensor]:
@@ -218,7 +218,7 @@ def _trained(seed: int, **pieces: Any) -> ComposableTrainer:
 
 @pytest.mark.parametrize("optimizer", [SGDOptimizerStrategy(lr=0.1, momentum=0.9), AdamOptimizerStrategy(lr=0.1)])
 @pytest.mark.parametrize("mix", ["parameters", "outputs"])
-def test_with_an_alpha_of_one_the_own_model_is_trained_alone_to_the_bit(optimizer: Any, mix: Any) -> None:
+def test_with_alpha_one_the_local_model_trains_independently_bit_for_bit(optimizer: Any, mix: Any) -> None:
     kept = APFLUpdateStrategy(alpha=1.0, adaptive_alpha=False, model_fn=lambda: _seeded(1))
     both = _trained(
         0, optimizer_strategy=optimizer, model_update_strategy=kept, training_step_strategy=APFLStepStrategy(mix)
@@ -237,7 +237,7 @@ def test_a_linear_model_mixes_outputs_as_it_mixes_parameters() -> None:
         torch.testing.assert_close(one.states.get(client_id)["apfl"], kept, rtol=0, atol=1e-12)
 
 
-def test_every_client_has_an_alpha_of_its_own_that_moves_once_both_models_differ() -> None:
+def test_every_client_has_a_separate_alpha_that_changes_once_models_differ() -> None:
     first, third = (federation(APFL(alpha=0.5), rounds=rounds) for rounds in (1, 3))
 
     def alphas(server: Any) -> set[float]:
@@ -248,12 +248,12 @@ def test_every_client_has_an_alpha_of_its_own_that_moves_once_both_models_differ
     assert all(0 < alpha < 1 for alpha in alphas(third))
 
 
-def test_scaffold_is_the_same_beside_it() -> None:
+def test_apfl_does_not_change_scaffold() -> None:
     alone, both = federation(SCAFFOLD()), federation(CompositeAlgorithm([APFL(), SCAFFOLD()]))
     torch.testing.assert_close(both.weights, alone.weights, rtol=0, atol=1e-12)
 
 
-def test_the_term_of_fedprox_is_not_that_of_the_mixture() -> None:
+def test_the_fedprox_term_does_not_apply_to_the_mixture() -> None:
     kept = [
         federation(it, rounds=1).states.get(1)["apfl"]["v"]
         for it in (APFL(alpha=1.0), CompositeAlgorithm([FedProx(mu=1.0), APFL(alpha=1.0)]))
@@ -261,12 +261,12 @@ def test_the_term_of_fedprox_is_not_that_of_the_mixture() -> None:
     torch.testing.assert_close(kept[1], kept[0], rtol=0, atol=1e-12)
 
 
-def test_the_steps_of_v_are_not_counted_as_updates() -> None:
+def test_the_steps_of_the_local_model_are_not_counted_as_updates() -> None:
     trainer = _trained(0, model_update_strategy=APFLUpdateStrategy(), training_step_strategy=APFLStepStrategy())
     assert trainer.context.progress.updates == 3 * 4
 
 
-def test_statistics_of_batches_are_kept_with_each_of_the_two_models() -> None:
+def test_each_of_the_two_models_has_its_batch_statistics() -> None:
     def normed() -> nn.Module:
         return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
 
@@ -301,7 +301,7 @@ def _differentiated(model: nn.Module, loss: Tensor, context: Any) -> None:
         APFLStepStrategy(base_strategy=CustomBackwardStepStrategy(_differentiated)),
     ],
 )
-def test_it_fits_around_and_into_other_steps(step: TrainingStepStrategy) -> None:
+def test_the_apfl_step_nests_with_other_steps(step: TrainingStepStrategy) -> None:
     nested, plain = (
         _trained(0, model_update_strategy=APFLUpdateStrategy(), training_step_strategy=it)
         for it in (step, APFLStepStrategy())
@@ -351,13 +351,13 @@ def test_the_configuration_sets_alpha() -> None:
     assert trainer.context.client.state["apfl"]["alpha"].item() == 0.75
 
 
-def test_a_step_without_somebody_who_keeps_v_is_refused() -> None:
+def test_an_apfl_step_without_a_stored_local_model_is_rejected() -> None:
     trainer = ComposableTrainer(mlp(), training_step_strategy=APFLStepStrategy(), verbose=False)
     with pytest.raises(ConfigError, match="give the trainer an APFLUpdateStrategy, too, which keeps v and α"):
         trainer.fit(Blobs().train_data(1))
 
 
-def test_an_optimizer_that_evaluates_the_loss_itself_is_refused() -> None:
+def test_an_optimizer_with_a_closure_is_rejected() -> None:
     trainer = ComposableTrainer(
         mlp(),
         optimizer_strategy=lambda parameters: LBFGS(parameters),
@@ -375,17 +375,17 @@ class _Whole(TrainingStepStrategy):
 
 
 @pytest.mark.parametrize("steps", [APFLStepStrategy(base_strategy=_Whole()), [APFLStepStrategy(), _Whole()]])
-def test_a_step_that_computes_everything_itself_cannot_be_inside(steps: Any) -> None:
+def test_a_step_that_computes_everything_itself_cannot_be_nested(steps: Any) -> None:
     with pytest.raises(ConfigError, match="APFL needs the loss of two models"):
         ComposableTrainer(mlp(), training_step_strategy=steps, verbose=False)
 
 
-def test_two_that_give_clients_a_model_of_their_own_are_refused() -> None:
+def test_two_algorithms_with_local_models_are_rejected() -> None:
     with pytest.raises(ConfigError, match="APFL and Ditto both decide the client's own model"):
         CompositeAlgorithm([APFL(), Ditto()])
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_apfl_rejects_invalid_arguments() -> None:
     with pytest.raises(ConfigError, match="alpha: expected a number from 0 to 1, got 2"):
         APFL(alpha=2)
     with pytest.raises(UnknownNameError, match="did you mean 'outputs'"):

@@ -1,4 +1,4 @@
-"""Algorithms combine with each other, and with whatever the client's trainer is made of."""
+"""Algorithms combine with each other, and with every strategy of the client's trainer."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from dovetail.trainers.strategies import (
     compose_steps,
 )
 
-# What changes something at the client, and needs no model of its own kind.
+# Algorithms that change the client and do not require a special model.
 CLIENTS: list[Callable[[], Algorithm]] = [
     partial(FedProx, mu=0.3),
     SCAFFOLD,
@@ -80,13 +80,13 @@ def close(one: Any, other: Any, atol: float = 1e-10) -> None:
 
 
 @pytest.mark.parametrize("make", CLIENTS, ids=name_of)
-def test_a_server_that_steps_as_far_as_it_is_told_changes_no_algorithm(make: Callable[[], Algorithm]) -> None:
+def test_a_server_step_of_rate_one_changes_no_algorithm(make: Callable[[], Algorithm]) -> None:
     stepping = CompositeAlgorithm([make(), FedAvgM(server_learning_rate=1.0, momentum=0.0)])
     close(federation(stepping), federation(make()))
 
 
 @pytest.mark.parametrize("make", CLIENTS, ids=name_of)
-def test_a_server_with_momentum_fits_under_every_client(make: Callable[[], Algorithm]) -> None:
+def test_server_momentum_works_with_every_client_algorithm(make: Callable[[], Algorithm]) -> None:
     server = federation(CompositeAlgorithm([make(), FedAvgM(momentum=0.5)]))
     assert not any(record.faults for record in server.records)
     plain = federation(make())
@@ -94,7 +94,7 @@ def test_a_server_with_momentum_fits_under_every_client(make: Callable[[], Algor
 
 
 @pytest.mark.parametrize("make", CLIENTS, ids=name_of)
-def test_fedavg_beside_it_is_nothing(make: Callable[[], Algorithm]) -> None:
+def test_fedavg_in_a_composite_changes_nothing(make: Callable[[], Algorithm]) -> None:
     beside, alone = federation(CompositeAlgorithm([FedAvg(), make()])), federation(make())
     assert all(torch.equal(value, alone.weights[name]) for name, value in beside.weights.items())
 
@@ -110,16 +110,16 @@ def _made(batch_size: int, step: Any = None, optimizer: Any = None) -> Composabl
     )
 
 
-# SAM looks at every small batch, and Per-FedAvg halves it.
+# SAM uses every small batch, and Per-FedAvg halves it.
 @pytest.mark.parametrize("make", [it for it in CLIENTS if it not in (FedSAM, PerFedAvg)], ids=name_of)
-def test_accumulated_batches_are_one_large_batch(make: Callable[[], Algorithm]) -> None:
+def test_accumulated_batches_equal_one_large_batch(make: Callable[[], Algorithm]) -> None:
     data = Blobs(sizes=(24, 8, 40, 16))
     small = _made(4, GradientAccumulationStepStrategy(2))
     close(federation(make(), trainer=small, data=data), federation(make(), trainer=_made(8), data=data))
 
 
 @pytest.mark.parametrize("make", CLIENTS, ids=name_of)
-def test_it_trains_with_adam_clipped_accumulated_and_in_mixed_precision(make: Callable[[], Algorithm]) -> None:
+def test_every_algorithm_trains_with_adam_clipping_accumulation_and_amp(make: Callable[[], Algorithm]) -> None:
     step = compose_steps(
         GradientAccumulationStepStrategy(2),
         GradientClippingStepStrategy(max_norm=0.5),
@@ -144,7 +144,7 @@ PAIRS: list[list[Algorithm]] = [
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=repr)
-def test_a_pair_trains_alike_as_a_fleet_and_alone(pair: list[Algorithm]) -> None:
+def test_a_pair_of_algorithms_trains_alike_as_a_fleet_and_alone(pair: list[Algorithm]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fleet = federation(CompositeAlgorithm(pair), backend="vectorized")
@@ -153,7 +153,7 @@ def test_a_pair_trains_alike_as_a_fleet_and_alone(pair: list[Algorithm]) -> None
 
 @pytest.mark.parametrize("base", [FedProx(mu=0.3), SCAFFOLD(), FedDyn(alpha=0.1)], ids=repr)
 @pytest.mark.parametrize("own", [Ditto(personalization_epochs=2), APFL()], ids=repr)
-def test_a_model_of_ones_own_leaves_the_one_that_is_sent_alone(base: Algorithm, own: Algorithm) -> None:
+def test_a_local_model_does_not_change_the_sent_model(base: Algorithm, own: Algorithm) -> None:
     with_own, without = federation(CompositeAlgorithm([base, own])), federation(base)
     close(with_own, without, atol=1e-12)
     for client_id in range(1, 5):
@@ -163,7 +163,7 @@ def test_a_model_of_ones_own_leaves_the_one_that_is_sent_alone(base: Algorithm, 
 
 
 @pytest.mark.parametrize("base", [SCAFFOLD(), FedDyn(alpha=0.1), FedProx(mu=0.3)], ids=repr)
-def test_nothing_of_layers_that_stay_is_sent_or_corrected(base: Algorithm) -> None:
+def test_local_layers_are_neither_sent_nor_corrected(base: Algorithm) -> None:
     seen: list[Any] = []
 
     class See(ServerCallback):
@@ -179,7 +179,7 @@ def test_nothing_of_layers_that_stay_is_sent_or_corrected(base: Algorithm) -> No
     assert not any(entry.startswith("head") for name in kept for entry in server.states.get(1)[name])
 
 
-def test_terms_add_up() -> None:
+def test_loss_terms_of_two_algorithms_add_up() -> None:
     twice = federation(CompositeAlgorithm([FedProx(mu=0.1), FedProx(mu=0.2)]))
     close(twice, federation(FedProx(mu=0.1 + 0.2)), atol=1e-12)
 
@@ -192,18 +192,18 @@ REFUSED: list[tuple[list[Algorithm], str]] = [
     ([FedNova(), FedAdp()], "FedNova and FedAdp both decide how much each update counts"),
     ([FedSAM(), PerFedAvg()], "FedSAM and PerFedAvg both decide how a batch is computed"),
     ([MOON(), FedMos()], "MOON and FedMos both decide how a batch is computed"),
-    ([SCAFFOLD(), FedALA()], "SCAFFOLD and FedALA both decide where a client's steps begin"),
+    ([SCAFFOLD(), FedALA()], "SCAFFOLD and FedALA both decide where a client's steps start"),
     ([], "at least one"),
 ]
 
 
 @pytest.mark.parametrize(("pair", "said"), REFUSED, ids=[it[1] for it in REFUSED])
-def test_what_cannot_combine_is_refused_with_a_reason(pair: list[Algorithm], said: str) -> None:
+def test_incompatible_algorithms_are_rejected_with_a_reason(pair: list[Algorithm], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         CompositeAlgorithm(pair)
 
 
-def test_a_composite_inside_another_decides_what_its_parts_decide() -> None:
+def test_a_nested_composite_decides_what_its_parts_decide() -> None:
     inner = CompositeAlgorithm([FedProx(), FedAdam()])
     with pytest.raises(ConfigError, match="both decide how the server steps"):
         CompositeAlgorithm([inner, FedYogi()])
@@ -221,7 +221,7 @@ def test_every_algorithm_can_be_named_in_a_file_and_is_exported() -> None:
     assert exported - named == {Algorithm, CompositeAlgorithm}
 
 
-def test_a_checkpoint_of_other_algorithms_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_other_algorithms_is_rejected(tmp_path: Path) -> None:
     federation(CompositeAlgorithm([FedProx(), FedAdam()]), checkpoint_path=str(tmp_path), rounds=1)
     with pytest.raises(CheckpointError, match=r"written with algorithm FedProx \+ FedAdam, not SCAFFOLD \+ FedAdam"):
         federation(CompositeAlgorithm([SCAFFOLD(), FedAdam()]), checkpoint_path=str(tmp_path), rounds=2)

@@ -62,7 +62,7 @@ def test_a_fleet_ends_where_clients_alone_do(optimizer: Any) -> None:
 
 
 def _bowl(strategy: DittoUpdateStrategy, rate: float = 0.1, **options: Any) -> ComposableTrainer:
-    """Train f(w) = w² / 2 from 2 on: one step of w, and then those of v."""
+    """Train f(w) = w² / 2 from 2 on: one step of w, and then the steps of v."""
     trainer = ComposableTrainer(
         Point(2.0),
         loss_strategy=half_square,
@@ -84,7 +84,7 @@ def _same(one: Any, other: Any) -> bool:
     return all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-def test_the_steps_of_v_are_those_of_the_paper() -> None:
+def test_the_steps_of_the_personal_model_follow_the_paper() -> None:
     v = 2.0
     for _ in range(3):
         v -= 0.1 * (v + 0.5 * (v - 2.0))
@@ -93,7 +93,7 @@ def test_the_steps_of_v_are_those_of_the_paper() -> None:
     assert trainer.model.w.item() == pytest.approx(1.8, abs=1e-15)
 
 
-def test_a_lambda_of_nothing_is_local_training_that_goes_on_from_round_to_round() -> None:
+def test_with_lambda_zero_the_personal_model_trains_locally_across_rounds() -> None:
     server = toy(Ditto(ditto_lambda=0.0, personalization_epochs=10), rounds=5)
     for client_id, (a, b) in enumerate([(1.0, -2.0), (3.0, 1.0)], start=1):
         # Fifty steps of 0.05 on a (v - b)² / 2, from 0 on.
@@ -102,25 +102,25 @@ def test_a_lambda_of_nothing_is_local_training_that_goes_on_from_round_to_round(
 
 
 @pytest.mark.parametrize("pull", [10.0, 1e3, 1e6])
-def test_the_larger_lambda_the_nearer_is_v_to_what_was_sent(pull: float) -> None:
+def test_a_larger_lambda_keeps_the_personal_model_nearer_to_the_global_one(pull: float) -> None:
     # The minimum of v² / 2 + λ (v - 2)² / 2; the rate is below what the term makes unstable.
     trainer = _bowl(DittoUpdateStrategy(ditto_lambda=pull, personalization_epochs=60), rate=0.5 / (1 + pull))
     assert _own(trainer) == pytest.approx(2 * pull / (1 + pull), abs=1e-12)
 
 
-def test_v_is_pulled_to_the_model_that_was_sent_and_not_to_the_one_that_was_trained() -> None:
+def test_the_personal_model_is_pulled_to_the_received_model() -> None:
     trainer = _bowl(DittoUpdateStrategy(ditto_lambda=1e3, personalization_epochs=1), rate=1e-3)
     # The first step is from wᵗ, where the pull is nothing.
     assert _own(trainer) == pytest.approx(2.0 - 1e-3 * 2.0, abs=1e-15)
 
 
-def test_what_is_sent_is_that_of_fedavg_bit_for_bit() -> None:
+def test_ditto_sends_the_update_of_fedavg_bit_for_bit() -> None:
     plain, ditto = federation(FedAvg()), federation(Ditto())
     assert _same(ditto.weights, plain.weights)
     assert [record.metrics for record in ditto.records] == [record.metrics for record in plain.records]
 
 
-def test_the_steps_of_v_are_not_counted_as_updates_of_what_is_sent() -> None:
+def test_the_steps_of_the_personal_model_are_not_counted_as_updates() -> None:
     told: list[int] = []
 
     class Counting(Ditto):
@@ -134,7 +134,7 @@ def test_the_steps_of_v_are_not_counted_as_updates_of_what_is_sent() -> None:
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_scaffold_is_the_same_to_the_bit_beside_it(place: int) -> None:
+def test_ditto_does_not_change_scaffold(place: int) -> None:
     both = federation(CompositeAlgorithm([SCAFFOLD(), Ditto()] if place == 0 else [Ditto(), SCAFFOLD()]))
     alone = federation(SCAFFOLD())
     assert _same(both.weights, alone.weights)
@@ -143,14 +143,14 @@ def test_scaffold_is_the_same_to_the_bit_beside_it(place: int) -> None:
         assert _same(both.states.get(client_id)["scaffold"], alone.states.get(client_id)["scaffold"])
 
 
-def test_the_term_of_fedprox_is_not_that_of_v() -> None:
+def test_the_fedprox_term_does_not_apply_to_the_personal_model() -> None:
     alone = federation(Ditto(ditto_lambda=0.3), rounds=1)
     both = federation(CompositeAlgorithm([FedProx(mu=1.0), Ditto(ditto_lambda=0.3)]), rounds=1)
     assert not _same(both.weights, alone.weights)
     assert _same(both.states.get(1)["ditto"], alone.states.get(1)["ditto"])
 
 
-def test_two_that_divide_a_run_are_refused() -> None:
+def test_two_algorithms_with_phases_are_rejected() -> None:
     expected = (
         "ConfigError: phases: DittoUpdateStrategy() and SCAFFOLDUpdateStrategyV2() both divide a run into phases; use "
         "one of them"
@@ -159,7 +159,7 @@ def test_two_that_divide_a_run_are_refused() -> None:
         federation(CompositeAlgorithm([SCAFFOLD(option=1), Ditto()]), rounds=1)
 
 
-def test_every_client_has_a_v_of_its_own_and_only_once_it_was_asked() -> None:
+def test_a_client_has_a_personal_model_only_after_its_first_round() -> None:
     server = federation(Ditto(), rounds=1, per_round=2)
     asked = set(server.records[0].reported)
     kept = {client_id: server.states.get(client_id).get("ditto") for client_id in range(1, 5)}
@@ -168,7 +168,7 @@ def test_every_client_has_a_v_of_its_own_and_only_once_it_was_asked() -> None:
     assert not _same(one, other)
 
 
-def test_clients_are_judged_by_v() -> None:
+def test_clients_are_evaluated_with_the_personal_model() -> None:
     server = federation(Ditto(ditto_lambda=0.0))
     found = server.evaluate_clients().metrics
     model = mlp()
@@ -178,7 +178,7 @@ def test_clients_are_judged_by_v() -> None:
         assert metrics["loss"] == pytest.approx(nn.functional.cross_entropy(model(x), y).item(), abs=1e-12)
 
 
-def test_the_personalisation_round_trains_v_alone() -> None:
+def test_the_personalization_round_trains_only_the_personal_model() -> None:
     server = toy(Ditto(ditto_lambda=0.0, personalization_epochs=2), rounds=1)
     server.personalize(epochs=3)
     for client_id, (a, b) in enumerate([(1.0, -2.0), (3.0, 1.0)], start=1):
@@ -186,7 +186,7 @@ def test_the_personalisation_round_trains_v_alone() -> None:
         assert server.states.get(client_id)["ditto"]["w"].item() == pytest.approx(expected, abs=1e-12)
 
 
-def test_model_fn_makes_the_first_v_and_leaves_the_numbers_that_training_draws() -> None:
+def test_model_fn_builds_the_first_personal_model_without_changing_the_rng() -> None:
     def trained(strategy: DittoUpdateStrategy) -> ComposableTrainer:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.5), nn.Linear(4, 3)).double()
@@ -206,12 +206,12 @@ def test_model_fn_makes_the_first_v_and_leaves_the_numbers_that_training_draws()
     assert not any(value.any() for value in other.context.client.state["ditto"].values())
 
 
-def test_a_model_fn_of_another_kind_is_refused() -> None:
+def test_a_model_fn_of_another_architecture_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"model_fn: expected a model with w \(\), got one with weight \(1, 1\)"):
         _bowl(DittoUpdateStrategy(model_fn=lambda: nn.Linear(1, 1, bias=False)))
 
 
-def test_a_schedule_begins_anew_for_v() -> None:
+def test_the_schedule_restarts_for_the_personal_model() -> None:
     # Rates of 0.1 and 0.05 for w, and the same for v.
     data = torch.tensor([[1.0, 0.0]], dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
     trainer = ComposableTrainer(
@@ -227,7 +227,7 @@ def test_a_schedule_begins_anew_for_v() -> None:
     assert trainer.model.w.item() == _own(trainer) == pytest.approx(2 * 0.9 * 0.95, abs=1e-15)
 
 
-def test_statistics_of_batches_are_kept_with_each_of_the_two_models() -> None:
+def test_each_of_the_two_models_has_its_batch_statistics() -> None:
     def trained(strategy: Any) -> ComposableTrainer:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
@@ -264,6 +264,6 @@ def test_the_configuration_sets_lambda_and_epochs(told: dict[str, Any]) -> None:
         ({"personalization_epochs": -1}, "personalization_epochs: expected a whole number that is at least 0, got -1"),
     ],
 )
-def test_what_makes_no_sense_is_refused(given: dict[str, Any], said: str) -> None:
+def test_ditto_rejects_invalid_arguments(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         Ditto(**given)

@@ -41,24 +41,24 @@ def _f(angle: float, alpha: float = 5.0) -> float:
 FIRST, SECOND = math.atan2(1, 2), math.atan2(2, 1)
 
 
-def test_the_same_update_of_all_counts_by_samples() -> None:
+def test_equal_updates_are_weighted_by_samples() -> None:
     updates = [_update(1, 10, 0.3, 0.4), _update(2, 30, 0.6, 0.8)]
     expected = FedAvg().aggregate(NOTHING, updates, weighted_mean)["w"]
     assert _after(FedAdp(), *updates).tolist() == pytest.approx(expected.tolist(), abs=1e-12)
 
 
-def test_updates_count_by_samples_and_angles() -> None:
+def test_updates_are_weighted_by_samples_and_angles() -> None:
     weights = [20 * math.exp(_f(FIRST)), 10 * math.exp(_f(SECOND))]
     after = _after(FedAdp(), _update(1, 20, 1.0, 0.0), _update(2, 10, 0.0, 1.0))
     assert after.tolist() == pytest.approx([weight / sum(weights) for weight in weights], abs=1e-12)
 
 
 @pytest.mark.parametrize(("angle", "alpha"), [(0.0, 5.0), (1.0, 5.0), (math.pi / 2, 5.0), (math.pi, 2.0)])
-def test_the_contribution_is_the_function_of_gompertz(angle: float, alpha: float) -> None:
+def test_the_contribution_is_the_gompertz_function(angle: float, alpha: float) -> None:
     assert FedAdp(alpha).contribution(angle) == pytest.approx(_f(angle, alpha), rel=1e-12)
 
 
-def test_one_against_all_hardly_counts() -> None:
+def test_a_client_opposed_to_all_others_has_a_small_weight() -> None:
     same = [_update(k, 10, 1.0, 0.0) for k in (1, 2, 3)]
     after = _after(FedAdp(), *same, _update(4, 10, -1.0, 0.0))
     assert after[0].item() == pytest.approx((3 - math.exp(-5)) / (3 + math.exp(-5)), abs=1e-3)
@@ -73,7 +73,7 @@ def test_the_angle_of_a_client_is_the_mean_over_its_rounds() -> None:
     assert algorithm.rounds == {"1": 2, "2": 1, "3": 1}
 
 
-def test_two_rounds_saved_and_one_more_are_three() -> None:
+def test_two_rounds_saved_plus_one_equal_three_rounds() -> None:
     rounds = [[_update(k, 10 * k, math.cos(n * k), math.sin(n * k)) for k in (1, 2, 3)] for n in (1, 2, 3)]
     whole, before, after = FedAdp(), FedAdp(), FedAdp()
     expected = [_after(whole, *updates) for updates in rounds]
@@ -84,7 +84,7 @@ def test_two_rounds_saved_and_one_more_are_three() -> None:
     assert before.rounds == {"1": 2, "2": 2, "3": 2}
 
 
-def test_an_update_of_zeros_counts_as_one_at_a_right_angle() -> None:
+def test_a_zero_update_has_a_right_angle() -> None:
     algorithm = FedAdp()
     after = _after(algorithm, _update(1, 10, 1.0, 0.0), _update(2, 10, 0.0, 0.0))
     assert algorithm.angles["2"] == math.pi / 2
@@ -95,9 +95,9 @@ def test_updates_that_cancel_have_no_angles() -> None:
     assert _after(FedAdp(), _update(1, 10, 1.0, 0.0), _update(2, 10, -1.0, 0.0)).tolist() == [0.0, 0.0]
 
 
-def test_angles_are_of_parameters_alone() -> None:
+def test_angles_ignore_buffers() -> None:
     model, algorithm = nn.BatchNorm1d(1), FedAdp()
-    algorithm.begin(model, num_clients=2)
+    algorithm.prepare(model, num_clients=2)
     state = dict(model.state_dict())
     updates = []
     for client_id, far in ((1, 100), (2, -100)):
@@ -110,16 +110,16 @@ def test_angles_are_of_parameters_alone() -> None:
     assert after["num_batches_tracked"].dtype == torch.int64
 
 
-def test_a_large_alpha_is_no_overflow() -> None:
+def test_a_large_alpha_does_not_overflow() -> None:
     after = _after(FedAdp(1e4), _update(1, 20, 1.0, 0.0), _update(2, 10, 0.0, 1.0))
     assert after.tolist() == pytest.approx([1.0, 0.0])
 
 
-def test_entries_that_are_not_in_the_update_stay() -> None:
+def test_entries_missing_from_the_update_are_unchanged() -> None:
     weights = {**NOTHING, "head": torch.tensor(1.0)}
     assert FedAdp().aggregate(weights, [_update(1, 10, 1.0, 0.0)], weighted_mean)["head"] is weights["head"]
 
 
-def test_alpha_is_above_zero() -> None:
+def test_alpha_must_be_above_zero() -> None:
     with pytest.raises(ConfigError, match="alpha: expected a number above 0, got 0"):
         FedAdp(0)

@@ -83,7 +83,7 @@ def _plainly(start: float) -> float:
 
 
 @pytest.mark.parametrize(("percent", "num_batches"), [(80, 4), (100, 5), (1, 1), (50, 3)])
-def test_one_pass_adapts_by_the_equation_and_training_goes_on_from_there(percent: float, num_batches: int) -> None:
+def test_one_adaptation_pass_follows_the_equation_before_training(percent: float, num_batches: int) -> None:
     strategy = FedALAUpdateStrategy(eta=0.05, rand_percent=percent)
     trainer = _second_round(strategy, local=1.0, mix=0.7, has_adapted=True)
     trainer.fit(DATA)
@@ -91,11 +91,11 @@ def test_one_pass_adapts_by_the_equation_and_training_goes_on_from_there(percent
     assert 0 < mix < 1
     kept = trainer.context.client.state["fedala"]
     assert kept["mix"]["w"].item() == pytest.approx(mix, abs=1e-14)
-    # With a momentum of its own, which the adaptation has not touched.
+    # The momentum starts at zero, unaffected by the adaptation.
     assert kept["local"]["w"].item() == trainer.model.w.item() == pytest.approx(_plainly(1.0 + mix), abs=1e-14)
 
 
-def test_a_window_of_batches_is_one_step_of_w() -> None:
+def test_a_window_of_batches_is_one_step_of_the_mixing_weights() -> None:
     trainer = _second_round(
         FedALAUpdateStrategy(eta=0.1, rand_percent=100), local=1.0, mix=0.7, has_adapted=True, accumulation_steps=5
     )
@@ -104,7 +104,7 @@ def test_a_window_of_batches_is_one_step_of_w() -> None:
     assert trainer.context.client.state["fedala"]["mix"]["w"].item() == pytest.approx(0.7 - 0.1 * slope, abs=1e-14)
 
 
-def test_the_first_adaptation_takes_twenty_passes_if_it_does_not_settle() -> None:
+def test_the_first_adaptation_stops_after_twenty_passes() -> None:
     strategy = FedALAUpdateStrategy(eta=0.01, rand_percent=100, threshold=0.0)
     trainer = _second_round(strategy, local=1.0, mix=1.0, has_adapted=False)
     trainer.fit(DATA)
@@ -117,39 +117,39 @@ def test_the_first_adaptation_takes_twenty_passes_if_it_does_not_settle() -> Non
     assert trainer.context.client.state["fedala"]["has_adapted"]
 
 
-def test_the_first_adaptation_ends_where_the_losses_settle() -> None:
+def test_the_first_adaptation_ends_when_the_losses_converge() -> None:
     strategy = FedALAUpdateStrategy(eta=0.01, threshold=100.0, num_pre_loss=3)
     trainer = _second_round(strategy, local=1.0, mix=1.0, has_adapted=False)
     trainer.fit(DATA)
     # Three losses are compared once there is a fourth; then comes the epoch of training.
     assert trainer.context.progress.batches == (4 + 1) * 5
-    assert len(strategy.kept["losses"]) == 4
+    assert len(strategy.anchor["losses"]) == 4
 
 
-def test_in_the_first_round_it_is_fedavg_to_the_bit() -> None:
+def test_fedala_equals_fedavg_in_the_first_round() -> None:
     one, other = federation(FedALA(), rounds=1).weights, federation(FedAvg(), rounds=1).weights
     assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-def test_after_it_is_not() -> None:
+def test_fedala_differs_from_fedavg_after_the_first_round() -> None:
     one, other = federation(FedALA(), rounds=3).weights, federation(FedAvg(), rounds=3).weights
     assert not torch.equal(one["head.weight"], other["head.weight"])
 
 
-def test_a_w_of_one_that_cannot_fall_is_the_new_model() -> None:
-    # Nothing to take back: θ_l is θ_g, so that W does not move.
+def test_mixing_weights_of_one_give_the_received_model() -> None:
+    # Nothing is adapted: θ_l is θ_g, so that W does not move.
     trainer = _second_round(FedALAUpdateStrategy(), local=2.0, mix=1.0, has_adapted=True)
     trainer.fit(DATA)
     assert trainer.model.w.item() == pytest.approx(_plainly(2.0), abs=1e-14)
 
 
-def test_only_the_last_parameters_are_adapted() -> None:
+def test_only_the_last_layers_are_adapted() -> None:
     server = federation(FedALA(layer_idx=2))
     assert set(server.states.get(1)["fedala"]["mix"]) == {"head.weight", "head.bias"}
     assert set(server.states.get(1)["fedala"]["local"]) == set(mlp().state_dict())
 
 
-def test_statistics_and_schedules_begin_as_if_nothing_had_been_before() -> None:
+def test_batch_statistics_and_schedules_are_reset_after_the_adaptation() -> None:
     def trainer(strategy: Any) -> ComposableTrainer:
         torch.manual_seed(0)
         return ComposableTrainer(
@@ -163,7 +163,7 @@ def test_statistics_and_schedules_begin_as_if_nothing_had_been_before() -> None:
         )
 
     plain, ala = trainer(None), trainer(FedALAUpdateStrategy())
-    # A last model that is the new one: whatever W is, training begins with it.
+    # The last local model equals the received one, so training starts with it for any W.
     state = {name: value.clone() for name, value in ala.model.state_dict().items()}
     mix = {name: torch.ones_like(value) for name, value in ala.model.named_parameters()}
     ala.context.client.state["fedala"] = {"local": state, "mix": mix, "has_adapted": torch.tensor(True)}
@@ -173,19 +173,19 @@ def test_statistics_and_schedules_begin_as_if_nothing_had_been_before() -> None:
     assert all(torch.equal(value, plain.model.state_dict()[name]) for name, value in ala.model.state_dict().items())
 
 
-def test_updates_of_w_are_not_counted_as_updates_of_what_is_sent() -> None:
-    told: list[int] = []
+def test_adaptation_steps_are_not_counted_as_updates() -> None:
+    reported: list[int] = []
 
     class Counting(FedALA):
         def aggregate(self, weights: Any, updates: Any, average: Any) -> Any:
-            told.extend(update.num_updates for update in updates)
+            reported.extend(update.num_updates for update in updates)
             return super().aggregate(weights, updates, average)
 
     federation(Counting(threshold=100.0, num_pre_loss=2), rounds=3)
-    assert sorted(told) == sorted([2, 4, 8, 10] * 3)
+    assert sorted(reported) == sorted([2, 4, 8, 10] * 3)
 
 
-def test_clients_are_judged_by_what_they_would_begin_with() -> None:
+def test_clients_are_evaluated_with_their_adapted_model() -> None:
     server = federation(FedALA(eta=0.5))
     model = mlp()
     for client_id, metrics in server.evaluate_clients().metrics.items():
@@ -199,7 +199,7 @@ def test_clients_are_judged_by_what_they_would_begin_with() -> None:
         assert metrics["loss"] == pytest.approx(nn.functional.cross_entropy(model(x), y).item(), abs=1e-12)
 
 
-def test_every_client_has_a_w_of_its_own() -> None:
+def test_every_client_has_separate_mixing_weights() -> None:
     server = federation(FedALA(), rounds=2)
     one, other = (server.states.get(client_id)["fedala"]["mix"]["head.weight"] for client_id in (1, 3))
     assert not torch.equal(one, other)
@@ -207,7 +207,7 @@ def test_every_client_has_a_w_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_it_adapts_in_lower_precision(precision: Any) -> None:
+def test_fedala_adapts_in_lower_precision(precision: Any) -> None:
     def adapted(step: Any) -> Any:
         torch.manual_seed(0)
         model = mlp(torch.float32)
@@ -228,7 +228,7 @@ def test_it_adapts_in_lower_precision(precision: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0.05)
 
 
-def test_a_run_in_its_adaptation_resumes_to_the_bit(tmp_path: Any) -> None:
+def test_a_run_interrupted_in_its_adaptation_resumes_exactly(tmp_path: Any) -> None:
     def trainer(**options: Any) -> ComposableTrainer:
         strategy = FedALAUpdateStrategy(eta=0.01, threshold=100.0, num_pre_loss=2)
         return _second_round(strategy, local=1.0, mix=1.0, has_adapted=False, **options)
@@ -244,7 +244,7 @@ def test_a_run_in_its_adaptation_resumes_to_the_bit(tmp_path: Any) -> None:
         assert resumed.context.client.state["fedala"]["mix"] == whole.context.client.state["fedala"]["mix"]
 
 
-def test_a_run_that_adapts_is_resumed_by_a_trainer_that_does_not_know_the_client(tmp_path: Any) -> None:
+def test_an_interrupted_adaptation_resumes_in_a_new_trainer(tmp_path: Any) -> None:
     settings = {"local": 1.0, "mix": 1.0, "has_adapted": True}
     whole = _second_round(FedALAUpdateStrategy(), **settings, checkpoint_dir=tmp_path, save_every=0, save_hist=False)
     whole.fit(DATA, checkpoint_period=Batches(4))
@@ -264,17 +264,17 @@ def test_a_run_that_adapts_is_resumed_by_a_trainer_that_does_not_know_the_client
         ({"num_pre_loss": 0}, "num_pre_loss: expected a number that is at least 1, got 0"),
     ],
 )
-def test_what_makes_no_sense_is_refused(given: dict[str, Any], said: str) -> None:
+def test_fedala_rejects_invalid_arguments(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         FedALA(**given)
 
 
-def test_more_layers_than_there_are_are_refused() -> None:
+def test_more_layers_than_the_model_has_are_rejected() -> None:
     trainer = ComposableTrainer(mlp(), model_update_strategy=FedALAUpdateStrategy(layer_idx=9), verbose=False)
     with pytest.raises(ConfigError, match="layer_idx: expected at most the 4 parameters of the model, got 9"):
         trainer.fit(Blobs().train_data(1))
 
 
-def test_it_decides_what_ditto_decides() -> None:
+def test_fedala_conflicts_with_ditto() -> None:
     with pytest.raises(ConfigError, match="both decide the client's own model"):
         CompositeAlgorithm([FedALA(), Ditto()])

@@ -1,4 +1,4 @@
-"""FedBABU: a head that nobody trains until the end."""
+"""FedBABU: the head is not trained until the personalization round."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class TestFromConfig(ModelUpdateStrategyContract):
         return FedBABUUpdateStrategyFromConfig()
 
 
-def test_rounds_train_the_body_under_the_head_as_it_was_made() -> None:
+def test_rounds_train_the_body_and_keep_the_initial_head() -> None:
     server = federation(FedBABU())
     first = server._initial_model.state_dict()
     moved = {name for name, value in server.weights.items() if not torch.equal(value, first[name])}
     assert moved == {"body.weight", "body.bias"}
 
 
-def test_the_head_is_everybodys_and_nothing_of_it_is_kept() -> None:
+def test_the_head_is_shared_and_never_kept_by_a_client() -> None:
     server = federation(FedBABU())
     assert all(server.states.get(client_id) == {} for client_id in range(1, 5))
 
@@ -56,7 +56,7 @@ def test_the_head_is_everybodys_and_nothing_of_it_is_kept() -> None:
     ("finetune", "kept"),
     [("head", {"head.weight", "head.bias"}), ("all", {"head.weight", "head.bias", "body.weight", "body.bias"})],
 )
-def test_the_personalisation_round_makes_a_model_of_the_clients_own(finetune: Any, kept: set[str]) -> None:
+def test_the_personalization_round_creates_a_local_model(finetune: Any, kept: set[str]) -> None:
     server = federation(FedBABU(finetune=finetune))
     before = dict(server.weights)
     found = server.personalize(epochs=4)
@@ -71,7 +71,7 @@ def test_the_personalisation_round_makes_a_model_of_the_clients_own(finetune: An
     assert server.evaluate_clients().metrics == found.metrics
 
 
-def test_a_round_after_all_begins_with_the_global_model_again() -> None:
+def test_a_round_after_personalization_starts_from_the_global_model() -> None:
     once, twice = federation(FedBABU(), rounds=1), federation(FedBABU(), rounds=2)
     once.personalize(epochs=3)
     once.config = twice.config
@@ -80,7 +80,7 @@ def test_a_round_after_all_begins_with_the_global_model_again() -> None:
     assert all(once.states.get(client_id) == {} for client_id in range(1, 5))
 
 
-def test_the_configuration_says_what_is_fine_tuned() -> None:
+def test_the_configuration_chooses_the_fine_tuned_layers() -> None:
     context = TrainingContext(mlp())
     context.config |= {"algorithm": {"local_layer_names": "head", "finetune": "all"}, "rounds": 1}
     strategy = FedBABUUpdateStrategyFromConfig()
@@ -92,6 +92,6 @@ def test_the_configuration_says_what_is_fine_tuned() -> None:
 
 
 @pytest.mark.parametrize("kind", [FedBABU, FedBABUUpdateStrategy])
-def test_what_cannot_be_fine_tuned_is_refused(kind: Any) -> None:
+def test_layers_that_cannot_be_fine_tuned_are_rejected(kind: Any) -> None:
     with pytest.raises(ConfigError, match="finetune"):
         kind(finetune="heads")

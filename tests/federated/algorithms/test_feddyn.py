@@ -67,7 +67,7 @@ class TestUpdate(ModelUpdateStrategyContract):
         return {"loss_strategy": FedDynLossStrategy(alpha=0.5)}
 
 
-def test_the_toy_ends_at_its_optimum() -> None:
+def test_feddyn_reaches_the_optimum_of_the_toy_problem() -> None:
     assert toy(FedDyn(alpha=0.5), start=1.0, rounds=60).weights["w"].item() == pytest.approx(0.25, abs=1e-5)
 
 
@@ -80,7 +80,7 @@ class _Unequal(Quadratics):
         return x.repeat(times, 1), y.repeat(times)
 
 
-def test_an_alpha_that_adapts_ends_at_the_optimum_by_samples() -> None:
+def test_adaptive_alpha_reaches_the_sample_weighted_optimum() -> None:
     optimizer = SGDOptimizerStrategy(lr=0.05)
     trainer = ComposableTrainer(loss_strategy=half_square, optimizer_strategy=optimizer, num_epochs=10, verbose=False)
     algorithm = FedDyn(alpha=0.5, adaptive_alpha=True)
@@ -89,9 +89,9 @@ def test_an_alpha_that_adapts_ends_at_the_optimum_by_samples() -> None:
     assert server.weights["w"].item() == pytest.approx(0.7, abs=1e-4)
 
 
-def test_a_client_is_told_how_many_times_an_average_one_it_is() -> None:
+def test_a_client_receives_its_size_relative_to_the_average() -> None:
     algorithm = FedDyn(adaptive_alpha=True)
-    algorithm.begin(Point(), num_clients=3)
+    algorithm.prepare(Point(), num_clients=3)
     assert algorithm.payload(1)["feddyn"]["relative_size"] == 1
     updates = [Update(k, 1, n, delta={"w": torch.tensor(0.0)}) for k, n in [(1, 10), (2, 50)]]
     algorithm.aggregate({"w": torch.tensor(0.0)}, updates, weighted_mean)
@@ -103,7 +103,7 @@ def test_a_client_is_told_how_many_times_an_average_one_it_is() -> None:
 def _moved_model(strategy: FedDynLossStrategy, context: TrainingContext) -> None:
     strategy.on_train_start(context)
     with torch.no_grad():
-        for value in strategy.kept["start"]:
+        for value in strategy.anchor["start"]:
             context.model.get_parameter(value).add_(torch.randn(()))
 
 
@@ -112,7 +112,7 @@ def _gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("relative_size", [None, 4.0])
-def test_the_gradient_has_alpha_times_lambda_and_the_way_from_the_start_once_each(relative_size: float | None) -> None:
+def test_the_feddyn_gradient_has_the_linear_and_the_quadratic_term(relative_size: float | None) -> None:
     torch.manual_seed(0)
     model = mlp()
     context = TrainingContext(model)
@@ -127,7 +127,7 @@ def test_the_gradient_has_alpha_times_lambda_and_the_way_from_the_start_once_eac
     ours = _gradients(model, strategy.compute_loss(model(x), y, context))
     alpha = 0.3 / (relative_size or 1.0)
     for (name, value), gradient, of_task in zip(model.named_parameters(), ours, task, strict=True):
-        away = value.detach() - strategy.kept["start"][name]
+        away = value.detach() - strategy.anchor["start"][name]
         torch.testing.assert_close(gradient, of_task + alpha * (pull[name] + away), rtol=0, atol=1e-12)
 
 
@@ -147,7 +147,7 @@ def _copied(trainer: ComposableTrainer) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
 
 
-def test_lambda_is_the_sum_of_what_the_client_has_moved_by_in_all_its_runs() -> None:
+def test_lambda_is_the_sum_of_all_moves_of_the_client() -> None:
     trainer = _trainer()
     places = [_copied(trainer)]
     for _ in range(2):
@@ -156,11 +156,11 @@ def test_lambda_is_the_sum_of_what_the_client_has_moved_by_in_all_its_runs() -> 
         places.append(_copied(trainer))
     expected = {name: places[2][name] - value for name, value in places[0].items()}
     torch.testing.assert_close(trainer.context.client.state["feddyn"], expected, rtol=0, atol=1e-12)
-    # The second run was measured from where it began, not from the first one's beginning.
-    torch.testing.assert_close(trainer.strategies.loss.kept["start"], places[1], rtol=0, atol=0)
+    # The second run was measured from its start, not from the start of the first one.
+    torch.testing.assert_close(trainer.strategies.loss.anchor["start"], places[1], rtol=0, atol=0)
 
 
-def test_a_run_that_goes_on_counts_once() -> None:
+def test_a_resumed_client_run_is_counted_once() -> None:
     parts, whole = _trainer(), _trainer()
     for epochs in (1, 2):
         parts.options.num_epochs = epochs
@@ -169,7 +169,7 @@ def test_a_run_that_goes_on_counts_once() -> None:
     torch.testing.assert_close(parts.context.client.state, whole.context.client.state, rtol=0, atol=0)
 
 
-def test_an_alpha_near_0_trains_as_fedavg_does() -> None:
+def test_an_alpha_near_0_trains_as_fedavg() -> None:
     ours = _trainer(alpha=1e-12)
     ours.fit(Blobs().train_data(1))
     torch.manual_seed(0)
@@ -179,9 +179,9 @@ def test_an_alpha_near_0_trains_as_fedavg_does() -> None:
     torch.testing.assert_close(ours.model.state_dict(), plain.model.state_dict(), rtol=0, atol=1e-9)
 
 
-def test_every_client_keeps_its_own_lambda_and_h_is_their_mean() -> None:
+def test_every_client_has_a_lambda_and_h_is_their_mean() -> None:
     server = federation(FedDyn(alpha=0.5), per_round=2)
-    # Who was never asked has moved nowhere.
+    # A client without a round has not moved.
     kept = [state["feddyn"] for it in range(1, 5) if "feddyn" in (state := server.states.get(it))]
     assert len(kept) > 2
     for name, h in server.algorithm.state_dict()["h"].items():
@@ -189,17 +189,17 @@ def test_every_client_keeps_its_own_lambda_and_h_is_their_mean() -> None:
         torch.testing.assert_close(h, -0.5 * mean, rtol=0, atol=1e-12)
 
 
-def test_to_train_for_oneself_leaves_lambda_alone() -> None:
+def test_the_personalization_round_does_not_change_lambda() -> None:
     server = federation(FedDyn(alpha=0.5))
     before = server.states.get(1)["feddyn"]
     server.personalize(epochs=1)
     torch.testing.assert_close(server.states.get(1)["feddyn"], before, rtol=0, atol=0)
 
 
-def test_clients_count_the_same_and_buffers_are_averaged_as_they_are() -> None:
+def test_clients_have_equal_weights_and_buffers_are_averaged() -> None:
     model = nn.BatchNorm1d(1)
     algorithm = FedDyn(alpha=0.5)
-    algorithm.begin(model, num_clients=4)
+    algorithm.prepare(model, num_clients=4)
     values = {"weight": 1.0, "bias": 0.0, "running_mean": 0.0, "running_var": 1.0, "num_batches_tracked": 3}
     start = {name: torch.tensor([value]) for name, value in values.items()}
     deltas = [{name: torch.ones_like(value) * k for name, value in start.items()} for k in (1, 3)]
@@ -225,38 +225,38 @@ def _weights(**options: Any) -> dict[str, Tensor]:
     return trainer.model.state_dict()
 
 
-def test_accumulated_batches_are_one_large_batch() -> None:
+def test_accumulated_batches_equal_one_large_batch() -> None:
     accumulating = GradientAccumulationStepStrategy(3, base_strategy=GradientClippingStepStrategy(max_norm=0.5))
     small = _weights(batch_size=4, training_step_strategy=accumulating)
     large = _weights(batch_size=12, training_step_strategy=GradientClippingStepStrategy(max_norm=0.5))
     torch.testing.assert_close(small, large, rtol=0, atol=1e-12)
 
 
-def test_it_trains_in_mixed_precision() -> None:
+def test_feddyn_trains_in_mixed_precision() -> None:
     mixed = _weights(training_step_strategy=MixedPrecisionStepStrategy(enabled=True, precision="bf16"))
     torch.testing.assert_close(mixed, _weights(), rtol=0, atol=0.1)
 
 
-def test_with_fedprox_both_terms_are_there() -> None:
+def test_feddyn_and_fedprox_terms_add_up() -> None:
     both = federation(CompositeAlgorithm([FedProx(mu=0.0), FedDyn(alpha=0.5)]))
     torch.testing.assert_close(both.weights, federation(FedDyn(alpha=0.5)).weights, rtol=0, atol=1e-12)
     assert not torch.equal(both.weights["head.bias"], federation(FedAvg()).weights["head.bias"])
 
 
-def test_it_is_refused_beside_another_that_takes_out_the_drift() -> None:
+def test_feddyn_is_rejected_with_another_drift_correction() -> None:
     with pytest.raises(ConfigError, match="SCAFFOLD and FedDyn both decide the drift of clients"):
         CompositeAlgorithm([SCAFFOLD(), FedDyn()])
 
 
 @pytest.mark.parametrize("key", ["feddyn_alpha", "alpha_coef"])
-def test_the_configuration_says_alpha(key: str) -> None:
+def test_the_configuration_sets_alpha(key: str) -> None:
     strategy, context = FedDynLossStrategyFromConfig(), TrainingContext(mlp())
     context.config["algorithm"] = {key: 0.25}
     strategy.on_train_start(context)
     assert strategy.alpha == 0.25
 
 
-def test_an_alpha_that_makes_no_sense_is_refused() -> None:
+def test_an_invalid_alpha_is_rejected() -> None:
     with pytest.raises(ConfigError, match="alpha: expected a number above 0, got 0"):
         FedDyn(alpha=0)
     strategy, context = FedDynLossStrategyFromConfig(), TrainingContext(mlp())

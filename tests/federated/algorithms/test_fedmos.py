@@ -141,14 +141,14 @@ def _by_hand(
     return x
 
 
-def test_steps_are_those_of_the_paper() -> None:
+def test_fedmos_steps_follow_the_paper() -> None:
     ours = _trained(FedMosOptimizerStrategy(lr=0.1, a=0.3, mu=0.05), FedMosStepStrategy())
     expected = _by_hand(lambda g, previous, x, y: _gradient(previous, x, y), a=0.3, mu=0.05)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("step", [None, FedMosStepStrategy(reuse_gradient=True)])
-def test_where_the_gradient_is_reused_it_is_a_moving_average(step: TrainingStepStrategy | None) -> None:
+def test_a_reused_gradient_gives_a_moving_average(step: TrainingStepStrategy | None) -> None:
     ours = _trained(FedMosOptimizerStrategy(lr=0.1, a=0.3, mu=0.05), step)
     expected = _by_hand(lambda g, previous, x, y: g, a=0.3, mu=0.05)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
@@ -156,12 +156,12 @@ def test_where_the_gradient_is_reused_it_is_a_moving_average(step: TrainingStepS
 
 
 @pytest.mark.parametrize("reuse_gradient", [False, True])
-def test_a_1_and_mu_0_is_sgd(reuse_gradient: bool) -> None:
+def test_fedmos_with_a_1_and_mu_0_is_sgd(reuse_gradient: bool) -> None:
     ours = _trained(FedMosOptimizerStrategy(lr=0.1, a=1.0, mu=0.0), FedMosStepStrategy(reuse_gradient))
     torch.testing.assert_close(ours, _trained(SGDOptimizerStrategy(lr=0.1)), rtol=0, atol=1e-7)
 
 
-def test_a_1_and_mu_0_is_fedavg_with_the_optimizer_of_the_client() -> None:
+def test_fedmos_with_a_1_and_mu_0_equals_fedavg() -> None:
     def run(algorithm: Any) -> dict[str, Tensor]:
         optimizer = SGDOptimizerStrategy(lr=0.2)
         trainer = ComposableTrainer(optimizer_strategy=optimizer, num_epochs=2, batch_size=8, verbose=False)
@@ -170,13 +170,13 @@ def test_a_1_and_mu_0_is_fedavg_with_the_optimizer_of_the_client() -> None:
     torch.testing.assert_close(run(FedMos(a=1.0, mu=0.0)), run(FedAvg()), rtol=0, atol=1e-7)
 
 
-def test_a_0_on_whole_batches_is_gradient_descent() -> None:
+def test_fedmos_with_a_0_on_full_batches_is_gradient_descent() -> None:
     ours = _trained(FedMosOptimizerStrategy(lr=0.1, a=0.0, mu=0.0), FedMosStepStrategy(), batch_size=24, epochs=10)
     plain = _trained(SGDOptimizerStrategy(lr=0.1), batch_size=24, epochs=10)
     torch.testing.assert_close(ours, plain, rtol=0, atol=1e-12)
 
 
-def test_every_layer_is_pulled_to_its_own_start() -> None:
+def test_every_layer_is_pulled_to_its_initial_weights() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     starts = [value.detach().clone() for value in model.parameters()]
     optimizer = FedMosOptimizer(model.parameters(), lr=1.0, mu=0.25)
@@ -187,14 +187,14 @@ def test_every_layer_is_pulled_to_its_own_start() -> None:
         torch.testing.assert_close(value.detach(), start - 0.75)
 
 
-def test_mu_1_lets_nothing_move() -> None:
+def test_with_mu_1_no_weight_moves() -> None:
     torch.manual_seed(0)
     ours = _trained(FedMosOptimizerStrategy(lr=0.1, a=0.3, mu=1.0), FedMosStepStrategy())
     torch.manual_seed(0)
     torch.testing.assert_close(ours, mlp().state_dict(), rtol=0, atol=0)
 
 
-def test_every_run_begins_anew() -> None:
+def test_the_momentum_is_reset_at_every_run() -> None:
     torch.manual_seed(0)
     trainer = ComposableTrainer(
         mlp(),
@@ -209,14 +209,14 @@ def test_every_run_begins_anew() -> None:
         begin = trainer.model.head.weight.detach().clone()
         optimizer = trainer.optimizer
         reset(trainer)
-        # As if somebody kept the optimizer between two runs.
+        # As if the optimizer were kept between two runs.
         trainer.context.optimizers.append(optimizer)
         trainer.fit(Blobs().train_data(1))
         assert trainer.optimizer is optimizer
         torch.testing.assert_close(optimizer.state[trainer.model.head.weight]["start"], begin, rtol=0, atol=0)
 
 
-def test_a_clients_own_model_is_not_pulled() -> None:
+def test_a_local_model_is_not_pulled() -> None:
     weight = nn.Parameter(torch.tensor(1.0))
     optimizer, context, strategy = FedMosOptimizer([weight], lr=0.5, mu=0.5), TrainingContext(), FedMosUpdateStrategy()
     for is_detached, expected in [(True, 0.5), (False, 0.5)]:
@@ -227,7 +227,7 @@ def test_a_clients_own_model_is_not_pulled() -> None:
         assert weight.item() == expected
 
 
-def test_accumulated_batches_are_one_large_batch() -> None:
+def test_accumulated_batches_equal_one_large_batch() -> None:
     def run(batch_size: int, **options: Any) -> dict[str, Tensor]:
         clipping = GradientClippingStepStrategy(max_norm=0.2, base_strategy=FedMosStepStrategy())
         optimizer = FedMosOptimizerStrategy(lr=0.1, a=0.3, mu=0.05)
@@ -236,7 +236,7 @@ def test_accumulated_batches_are_one_large_batch() -> None:
     torch.testing.assert_close(run(4, accumulation_steps=3), run(12), rtol=0, atol=1e-12)
 
 
-def test_a_window_that_is_cut_short_is_one_batch_of_its_own() -> None:
+def test_a_shorter_last_window_is_one_batch() -> None:
     def run(batch_size: int, step: TrainingStepStrategy) -> dict[str, Tensor]:
         return _trained(FedMosOptimizerStrategy(lr=0.1, a=0.3, mu=0.05), step, batch_size=batch_size)
 
@@ -246,7 +246,7 @@ def test_a_window_that_is_cut_short_is_one_batch_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("is_inside", [False, True])
-def test_it_trains_in_mixed_precision(is_inside: bool) -> None:
+def test_fedmos_trains_in_mixed_precision(is_inside: bool) -> None:
     inside = None if is_inside else FedMosStepStrategy()
     mixed = MixedPrecisionStepStrategy(enabled=True, precision="bf16", base_strategy=inside)
     step = FedMosStepStrategy(base_strategy=mixed) if is_inside else mixed
@@ -254,7 +254,7 @@ def test_it_trains_in_mixed_precision(is_inside: bool) -> None:
     torch.testing.assert_close(_trained(optimizer, step), _trained(optimizer, FedMosStepStrategy()), rtol=0, atol=0.1)
 
 
-def test_statistics_of_batchnorm_are_those_of_a_plain_step() -> None:
+def test_batchnorm_statistics_equal_a_plain_step() -> None:
     def run(a: float) -> nn.Module:
         torch.manual_seed(0)
         model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
@@ -269,7 +269,7 @@ def test_statistics_of_batchnorm_are_those_of_a_plain_step() -> None:
     torch.testing.assert_close(dict(run(0.3).named_buffers()), dict(run(1.0).named_buffers()), rtol=0, atol=0)
 
 
-def test_groups_have_rates_of_their_own_and_clipping_stays() -> None:
+def test_parameter_groups_keep_their_rates_and_clipping_works() -> None:
     groups = ParameterGroupOptimizerStrategy(
         torch.optim.Adam,
         lambda model: [{"params": model.body.parameters(), "lr": 0.2}, {"params": model.head.parameters()}],
@@ -284,7 +284,7 @@ def test_groups_have_rates_of_their_own_and_clipping_stays() -> None:
     assert way.item() == pytest.approx(0.01, rel=1e-3)
 
 
-def test_with_fedprox_the_term_is_in_both_gradients() -> None:
+def test_the_fedprox_term_is_in_both_gradients() -> None:
     both = federation(CompositeAlgorithm([FedMos(a=0.0, mu=0.0), FedProx(mu=0.5)]), trainer=_whole_batches())
     plain = federation(FedProx(mu=0.5), trainer=_whole_batches())
     torch.testing.assert_close(both.weights, plain.weights, rtol=0, atol=1e-12)
@@ -295,19 +295,19 @@ def _whole_batches() -> ComposableTrainer:
     return ComposableTrainer(optimizer_strategy=optimizer, num_epochs=4, batch_size=100, verbose=False)
 
 
-def test_the_configuration_says_a_and_mu() -> None:
+def test_the_configuration_sets_a_and_mu() -> None:
     context = TrainingContext()
     context.config |= {"algorithm": {"a": 0.25, "mu": 0.125}, "lr": 0.5}
     made = FedMosOptimizerStrategyFromConfig().create_optimizer(mlp(), context)
     assert {name: made.param_groups[0][name] for name in ("lr", "a", "mu")} == {"lr": 0.5, "a": 0.25, "mu": 0.125}
 
 
-def test_it_is_refused_beside_another_that_computes_batches() -> None:
+def test_fedmos_is_rejected_with_another_algorithm_that_computes_batches() -> None:
     with pytest.raises(ConfigError, match="FedMos and FedSAM both decide how a batch is computed"):
         CompositeAlgorithm([FedMos(), FedSAM()])
 
 
 @pytest.mark.parametrize("given", [{"a": 1.5}, {"mu": -0.1}, {"a": float("nan")}])
-def test_what_makes_no_sense_is_refused(given: dict[str, float]) -> None:
+def test_fedmos_rejects_invalid_arguments(given: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="expected a number from 0 to 1"):
         FedMos(**given)

@@ -1,4 +1,4 @@
-"""FedPer: a head of one's own, trained along."""
+"""FedPer: a local head for each client, trained together with the body."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TestFromConfig(ModelUpdateStrategyContract):
         return FedPerUpdateStrategyFromConfig()
 
 
-def test_of_one_client_with_all_the_data_it_is_central_training() -> None:
+def test_fedper_with_one_client_equals_central_training() -> None:
     data = Blobs(sizes=(40,))
 
     def trainer(**options: int) -> ComposableTrainer:
@@ -55,7 +55,7 @@ def test_of_one_client_with_all_the_data_it_is_central_training() -> None:
     torch.testing.assert_close(ours, dict(central.model.state_dict()), rtol=0, atol=1e-12)
 
 
-def test_in_the_first_round_the_body_is_that_of_fedavg() -> None:
+def test_in_the_first_round_the_body_equals_fedavg() -> None:
     ours, theirs = federation(FedPer(), rounds=1), federation(FedAvg(), rounds=1)
     for name in ("body.weight", "body.bias"):
         assert torch.equal(ours.weights[name], theirs.weights[name])
@@ -69,13 +69,13 @@ def test_a_fleet_ends_where_clients_alone_do() -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
 
 
-def test_a_trainer_keeps_the_update_strategy_that_it_has() -> None:
+def test_the_update_strategy_of_the_trainer_is_kept() -> None:
     trainer = ComposableTrainer(model_update_strategy=StateTrackingUpdateStrategy(), batch_size=8, verbose=False)
     with_it = federation(FedPer(), trainer=trainer, rounds=1)
     assert not with_it.records[0].faults
 
 
-def test_it_goes_with_scaffold() -> None:
+def test_fedper_works_with_scaffold() -> None:
     server = federation(CompositeAlgorithm([SCAFFOLD(), FedPer()]))
     assert not any(record.faults for record in server.records)
     assert all(value.isfinite().all() for value in server.weights.values())

@@ -41,7 +41,7 @@ class TestFromConfig(LossStrategyContract):
         return FedProxLossStrategyFromConfig()
 
 
-def _begun(strategy: FedProxLossStrategy) -> tuple[nn.Module, TrainingContext]:
+def _started(strategy: FedProxLossStrategy) -> tuple[nn.Module, TrainingContext]:
     torch.manual_seed(0)
     model = mlp()
     context = TrainingContext(model)
@@ -53,9 +53,9 @@ def _gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(loss, list(model.parameters())))
 
 
-def test_the_gradient_is_that_of_the_task_plus_mu_times_the_way_from_the_start() -> None:
+def test_the_fedprox_gradient_adds_mu_times_the_distance_from_the_start() -> None:
     strategy = FedProxLossStrategy(mu=0.3)
-    model, context = _begun(strategy)
+    model, context = _started(strategy)
     start = [value.detach().clone() for value in model.parameters()]
     with torch.no_grad():
         for value in model.parameters():
@@ -68,22 +68,22 @@ def test_the_gradient_is_that_of_the_task_plus_mu_times_the_way_from_the_start()
 
 
 @pytest.mark.parametrize("norm_type", ["l2", "l1"])
-def test_at_the_start_the_gradient_is_finite_and_that_of_the_task(norm_type: Any) -> None:
+def test_at_the_start_the_fedprox_gradient_equals_the_task_gradient(norm_type: Any) -> None:
     strategy = FedProxLossStrategy(mu=10.0, norm_type=norm_type)
-    model, context = _begun(strategy)
+    model, context = _started(strategy)
     x, y = Blobs().train_data(1)
     task = _gradients(model, nn.functional.cross_entropy(model(x), y))
     ours = _gradients(model, strategy.compute_loss(model(x), y, context))
     assert all(torch.equal(*pair) for pair in zip(ours, task, strict=True))
 
 
-def test_l1_is_half_mu_times_the_sum_of_differences() -> None:
+def test_the_l1_term_is_half_mu_times_the_sum_of_differences() -> None:
     strategy = FedProxLossStrategy(mu=3.0, norm_type="l1")
     away = strategy.penalty({"w": torch.tensor([1.0, -2.0])}, {"w": torch.tensor([0.0, 2.0])})
     assert away == 7.5
 
 
-def test_every_run_is_measured_from_its_own_start() -> None:
+def test_the_distance_is_measured_from_the_start_of_each_run() -> None:
     strategy = FedProxLossStrategy(mu=1.0)
     trainer = ComposableTrainer(mlp(), loss_strategy=strategy, num_epochs=1, batch_size=8, verbose=False)
     starts = []
@@ -91,15 +91,15 @@ def test_every_run_is_measured_from_its_own_start() -> None:
         starts.append({name: value.detach().clone() for name, value in trainer.model.named_parameters()})
         reset(trainer)
         trainer.fit(Blobs().train_data(1))
-        assert all(torch.equal(value, starts[-1][name]) for name, value in strategy.kept.items())
+        assert all(torch.equal(value, starts[-1][name]) for name, value in strategy.anchor.items())
     assert not torch.equal(starts[0]["head.bias"], starts[1]["head.bias"])
 
 
-def test_mu_0_is_fedavg() -> None:
+def test_fedprox_with_mu_0_is_fedavg() -> None:
     torch.testing.assert_close(federation(FedProx(mu=0.0)).weights, federation(FedAvg()).weights, rtol=0, atol=1e-12)
 
 
-def test_a_large_mu_keeps_clients_where_they_are() -> None:
+def test_a_large_mu_keeps_clients_near_the_start() -> None:
     def way(mu: float) -> float:
         optimizer = SGDOptimizerStrategy(lr=0.01)
         trainer = ComposableTrainer(optimizer_strategy=optimizer, num_epochs=5, batch_size=8, verbose=False)
@@ -110,7 +110,7 @@ def test_a_large_mu_keeps_clients_where_they_are() -> None:
     assert way(50.0) < 0.2 * way(0.0)
 
 
-def test_a_test_of_the_model_has_no_term() -> None:
+def test_evaluation_has_no_fedprox_term() -> None:
     server = federation(FedProx(mu=100.0))
     plain = federation(FedAvg(), rounds=1)
     plain.weights = server.weights
@@ -132,18 +132,18 @@ def _run(**options: Any) -> dict[str, Tensor]:
     return trainer.model.state_dict()
 
 
-def test_accumulated_batches_are_one_large_batch() -> None:
+def test_accumulated_batches_equal_one_large_batch() -> None:
     small = _run(batch_size=4, training_step_strategy=GradientAccumulationStepStrategy(3))
     torch.testing.assert_close(small, _run(batch_size=12), rtol=0, atol=1e-12)
 
 
-def test_it_trains_in_mixed_precision() -> None:
+def test_fedprox_trains_in_mixed_precision() -> None:
     step = MixedPrecisionStepStrategy(enabled=True, precision="bf16")
     mixed = _run(batch_size=8, training_step_strategy=step)
     torch.testing.assert_close(mixed, _run(batch_size=8), rtol=0, atol=0.05)
 
 
-def test_a_trainer_with_a_criterion_of_its_own_keeps_it() -> None:
+def test_fedprox_keeps_the_criterion_of_the_trainer() -> None:
     def squared(outputs: Tensor, labels: Tensor) -> Tensor:
         return (outputs - nn.functional.one_hot(labels, 3)).square().mean()
 
@@ -152,7 +152,7 @@ def test_a_trainer_with_a_criterion_of_its_own_keeps_it() -> None:
     torch.testing.assert_close(runs[0].weights, runs[1].weights, rtol=0, atol=1e-12)
 
 
-def test_the_configuration_says_mu() -> None:
+def test_the_configuration_sets_mu() -> None:
     for key in ("fedprox_mu", "proximal_term_penalty_constant"):
         strategy = FedProxLossStrategyFromConfig()
         context = TrainingContext(mlp())
@@ -162,6 +162,6 @@ def test_the_configuration_says_mu() -> None:
 
 
 @pytest.mark.parametrize("given", [{"mu": -1.0}, {"norm_type": "l3"}])
-def test_what_makes_no_sense_is_refused(given: dict[str, Any]) -> None:
+def test_fedprox_rejects_invalid_arguments(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         FedProx(**given)

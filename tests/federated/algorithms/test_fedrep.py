@@ -77,7 +77,7 @@ def _trainer(strategy: Any, **options: Any) -> ComposableTrainer:
 
 
 @pytest.mark.parametrize("local_epochs", [1, 3, 5])
-def test_the_head_moves_in_the_first_epochs_and_the_body_in_the_others(local_epochs: int) -> None:
+def test_the_head_trains_in_the_first_epochs_and_the_body_in_the_others(local_epochs: int) -> None:
     moves = _Moves()
     trainer = _trainer(FedRepUpdateStrategy(["body"], ["head"], local_epochs=local_epochs), callbacks=[moves])
     trainer.fit(Blobs().train_data(1))
@@ -85,7 +85,7 @@ def test_the_head_moves_in_the_first_epochs_and_the_body_in_the_others(local_epo
     assert all(it.requires_grad for it in trainer.model.parameters())
 
 
-def test_a_run_that_ended_with_the_head_goes_on_with_the_body() -> None:
+def test_a_run_that_ended_with_the_head_continues_with_the_body() -> None:
     moves = _Moves()
     trainer = _trainer(FedRepUpdateStrategy(local_epochs=2), callbacks=[moves])
     for trainer.options.num_epochs in (1, 2, 4):
@@ -93,14 +93,14 @@ def test_a_run_that_ended_with_the_head_goes_on_with_the_body() -> None:
     assert moves.found == [{"head"}, {"head"}, {"body"}, {"body"}]
 
 
-def test_a_run_resumes_in_the_middle_of_either_phase_bit_for_bit(tmp_path: Path) -> None:
+def test_a_run_resumes_within_either_phase_bit_for_bit(tmp_path: Path) -> None:
     def strategy() -> FedRepUpdateStrategy:
         return FedRepUpdateStrategy(local_epochs=2)
 
     whole = _trainer(strategy(), checkpoint_dir=tmp_path, save_every=0, save_hist=False)
     whole.fit(Blobs().train_data(1), checkpoint_period=Batches(3))
     saved = store.list_checkpoints(tmp_path)
-    # Four batches an epoch: checkpoints lie in the middle of epochs 1 to 4.
+    # Four batches an epoch: checkpoints are in the middle of epochs 1 to 4.
     assert len(saved) > 5
     for info in saved:
         resumed = _trainer(strategy())
@@ -108,7 +108,7 @@ def test_a_run_resumes_in_the_middle_of_either_phase_bit_for_bit(tmp_path: Path)
         torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
 
 
-def test_in_the_personalisation_round_all_epochs_are_the_heads() -> None:
+def test_the_personalization_round_trains_only_the_head() -> None:
     moves = _Moves()
     trainer = _trainer(FedRepUpdateStrategy(local_epochs=2), callbacks=[moves])
     trainer.context.config["rounds"], trainer.context.current_round = 7, 8
@@ -116,7 +116,7 @@ def test_in_the_personalisation_round_all_epochs_are_the_heads() -> None:
     assert moves.found == [{"head"}] * 5
 
 
-def test_a_round_without_an_epoch_for_the_body_is_refused() -> None:
+def test_a_round_without_an_epoch_for_the_body_is_rejected() -> None:
     expected = "local_epochs: expected fewer than the epochs of a round, 2, got 2: the body would never be trained"
     with pytest.raises(FederationError, match=f"4 failed; .* ConfigError: {expected}$"):
         federation(FedRep(local_epochs=2), rounds=1)
@@ -139,14 +139,14 @@ def test_a_fleet_ends_where_clients_alone_do() -> None:
 
 
 class _Counts(ServerCallback):
-    """Notes how many updates clients tell of."""
+    """Records how many updates clients report."""
 
     def on_weights_aggregated(self, server: Any, updates: Any) -> None:
         self.found = {update.client_id: update.num_updates for update in updates}
 
 
 @pytest.mark.parametrize("backend", ["sequential", "vectorized"])
-def test_only_steps_of_the_body_are_steps_of_what_is_sent(backend: str) -> None:
+def test_only_steps_of_the_body_are_counted_as_updates(backend: str) -> None:
     counts = _Counts()
     trainer = ComposableTrainer(num_epochs=5, batch_size=8, verbose=False)
     federation(FedRep(local_epochs=3), trainer=trainer, rounds=1, callbacks=[counts], backend=backend)
@@ -154,7 +154,7 @@ def test_only_steps_of_the_body_are_steps_of_what_is_sent(backend: str) -> None:
     assert counts.found == {1: 8, 2: 2, 3: 10, 4: 4}
 
 
-def test_a_term_that_holds_back_what_is_sent_leaves_the_head_alone() -> None:
+def test_a_proximal_term_does_not_apply_to_the_head() -> None:
     def heads(*others: Any) -> list[Any]:
         server = federation(CompositeAlgorithm([*others, FedRep()]), rounds=1)
         return [server.weights, *(server.states.get(client_id)["model"] for client_id in range(1, 5))]
@@ -167,7 +167,7 @@ def test_a_term_that_holds_back_what_is_sent_leaves_the_head_alone() -> None:
 def test_the_control_variate_of_the_body_is_its_mean_gradient() -> None:
     server = federation(CompositeAlgorithm([SCAFFOLD(), FedRep()]), rounds=1, trainer=_plain(), data=Blobs((24,)))
     moved = server._initial_model.state_dict()["body.weight"] - server.weights["body.weight"]
-    # Of the two epochs of three batches, one is the body's.
+    # One of the two epochs of three batches trains the body.
     torch.testing.assert_close(server.states.get(1)["scaffold"]["body.weight"], moved / (3 * 0.1), rtol=0, atol=1e-12)
 
 
@@ -175,11 +175,11 @@ def _plain() -> ComposableTrainer:
     return ComposableTrainer(optimizer_strategy=SGDOptimizerStrategy(lr=0.1), num_epochs=2, batch_size=8, verbose=False)
 
 
-def test_two_algorithms_that_divide_a_round_are_refused() -> None:
+def test_two_algorithms_with_phases_are_rejected() -> None:
     with pytest.raises(ConfigError, match="both divide a run into phases"):
         trainer = _trainer(None)
         algorithm = CompositeAlgorithm([SCAFFOLD(option=1), FedRep()])
-        algorithm.begin(trainer.model, 2)
+        algorithm.prepare(trainer.model, 2)
         equip(trainer, **algorithm.equip(trainer.strategies))
         trainer.fit(Blobs().train_data(1))
 
@@ -195,6 +195,6 @@ def test_the_configuration_names_layers_and_epochs() -> None:
 
 
 @pytest.mark.parametrize("kind", [FedRep, FedRepUpdateStrategy])
-def test_a_head_needs_an_epoch(kind: Any) -> None:
+def test_fedrep_requires_an_epoch_for_the_head(kind: Any) -> None:
     with pytest.raises(ConfigError, match="local_epochs: expected a whole number that is at least 1, got 0"):
         kind(local_epochs=0)

@@ -44,7 +44,7 @@ class TestStepWithoutRadius(TrainingStepStrategyContract):
         return FedSAMStepStrategy(rho=0.0)
 
 
-def test_on_a_quadratic_the_gradient_is_that_at_rho_further_uphill() -> None:
+def test_on_a_quadratic_the_gradient_is_taken_rho_further_uphill() -> None:
     # f(w) = 3 (w − 1)² / 2 at w = 2: uphill is to the right, and f'(2.5) = 4.5.
     model = Point(2.0)
     x, y = torch.tensor([[3.0, 1.0]], dtype=torch.float64), torch.zeros(1)
@@ -57,7 +57,7 @@ def test_on_a_quadratic_the_gradient_is_that_at_rho_further_uphill() -> None:
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])
-def test_the_norm_is_that_of_all_parameters_that_are_trained_together(is_frozen: bool) -> None:
+def test_the_perturbation_norm_is_over_all_trainable_parameters(is_frozen: bool) -> None:
     torch.manual_seed(0)
     model, there, (x, y) = mlp(), mlp(), Blobs().train_data(1)
     model.body.requires_grad_(not is_frozen)
@@ -77,7 +77,7 @@ def test_the_norm_is_that_of_all_parameters_that_are_trained_together(is_frozen:
         torch.testing.assert_close(value.grad, expected, rtol=0, atol=1e-12)
 
 
-def test_a_gradient_of_zeros_leads_nowhere_else() -> None:
+def test_a_zero_gradient_gives_no_perturbation() -> None:
     model = Point(1.0)
     x, y = torch.tensor([[3.0, 1.0]], dtype=torch.float64), torch.zeros(1)
     loss = FedSAMStepStrategy().training_step(model, None, x, y, half_square, TrainingContext(model))
@@ -85,17 +85,17 @@ def test_a_gradient_of_zeros_leads_nowhere_else() -> None:
     assert model.w.grad.item() == 0.0
 
 
-def test_rho_0_is_fedavg() -> None:
+def test_fedsam_with_rho_0_is_fedavg() -> None:
     torch.testing.assert_close(federation(FedSAM(rho=0.0)).weights, federation(FedAvg()).weights, rtol=0, atol=0)
     assert not torch.equal(federation(FedSAM()).weights["head.bias"], federation(FedAvg()).weights["head.bias"])
 
 
-def test_near_rho_0_it_is_near_fedavg() -> None:
+def test_fedsam_near_rho_0_is_near_fedavg() -> None:
     ours, plain = toy(FedSAM(rho=1e-9), rounds=20).weights, toy(FedAvg(), rounds=20).weights
     torch.testing.assert_close(ours, plain, rtol=0, atol=1e-7)
 
 
-def test_statistics_of_batchnorm_are_those_of_a_plain_step() -> None:
+def test_batchnorm_statistics_equal_a_plain_step() -> None:
     x, y = Blobs(dtype=torch.float32).train_data(1)
     model, other = (nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)) for _ in range(2))
     FedSAMStepStrategy(rho=0.5).training_step(model, None, x, y, nn.functional.cross_entropy, TrainingContext(model))
@@ -103,7 +103,7 @@ def test_statistics_of_batchnorm_are_those_of_a_plain_step() -> None:
     torch.testing.assert_close(dict(model.named_buffers()), dict(other.named_buffers()), rtol=0, atol=0)
 
 
-def test_a_penalty_of_the_weights_is_that_at_the_second_place() -> None:
+def test_a_weight_penalty_is_computed_at_the_perturbed_weights() -> None:
     # f(w) = (w − 0)² / 2 + μ/2 (w − 2)², at w = 2: f' = 2, and 0.5 further it is 2.5 + 0.5 μ.
     model = Point(2.0)
     context = TrainingContext(model)
@@ -138,7 +138,7 @@ def _sam(inside: TrainingStepStrategy | None = None) -> FedSAMStepStrategy:
 
 
 @pytest.mark.parametrize("is_inside", [False, True])
-def test_accumulated_batches_that_are_alike_are_one(is_inside: bool) -> None:
+def test_accumulated_equal_batches_equal_one_batch(is_inside: bool) -> None:
     clipping = GradientClippingStepStrategy(max_norm=0.3)
     inside = GradientAccumulationStepStrategy(2, base_strategy=clipping if is_inside else _sam(clipping))
     step = _sam(inside) if is_inside else inside
@@ -146,13 +146,13 @@ def test_accumulated_batches_that_are_alike_are_one(is_inside: bool) -> None:
 
 
 @pytest.mark.parametrize("is_inside", [False, True])
-def test_it_trains_in_mixed_precision(is_inside: bool) -> None:
+def test_fedsam_trains_in_mixed_precision(is_inside: bool) -> None:
     mixed = MixedPrecisionStepStrategy(enabled=True, precision="bf16", base_strategy=None if is_inside else _sam())
     step = _sam(mixed) if is_inside else mixed
     torch.testing.assert_close(_run(step), _run(_sam()), rtol=0, atol=0.05)
 
 
-def test_with_fedprox_both_are_there() -> None:
+def test_fedsam_and_fedprox_combine() -> None:
     both = federation(CompositeAlgorithm([FedSAM(rho=0.3), FedProx(mu=0.0)]))
     torch.testing.assert_close(both.weights, federation(FedSAM(rho=0.3)).weights, rtol=0, atol=1e-12)
 
@@ -165,11 +165,11 @@ class _Manual(TrainingStepStrategy):
         return value
 
 
-def test_a_step_that_differentiates_by_itself_is_refused() -> None:
+def test_a_step_that_calls_backward_itself_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"_Manual.* differentiates by itself"):
         _run(FedSAMStepStrategy(base_strategy=_Manual()))
 
 
-def test_a_negative_rho_is_refused() -> None:
+def test_a_negative_rho_is_rejected() -> None:
     with pytest.raises(ConfigError, match="rho: expected a number that is at least 0, got -1"):
         FedSAM(rho=-1)

@@ -1,4 +1,4 @@
-"""FedAvg, and what clients make of it for themselves."""
+"""FedAvg followed by fine-tuning at the clients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TestStrategy(ModelUpdateStrategyContract):
         return FinetuneUpdateStrategy()
 
 
-def test_until_clients_fine_tune_it_is_fedavg() -> None:
+def test_before_the_personalization_round_finetune_equals_fedavg() -> None:
     ours, theirs = federation(FedAvgFinetune()), federation(FedAvg())
     torch.testing.assert_close(ours.weights, theirs.weights, rtol=0, atol=0)
     assert ours.evaluate_clients().metrics == theirs.evaluate_clients().metrics
@@ -47,7 +47,7 @@ def test_a_client_fine_tunes_the_whole_global_model() -> None:
     assert found.metrics[3]["accuracy"] == alone.evaluate(Blobs().test_data(3))["accuracy"]
 
 
-def test_what_a_client_has_fine_tuned_is_what_it_uses_from_then_on() -> None:
+def test_a_client_keeps_using_its_fine_tuned_model() -> None:
     server = federation(FedAvgFinetune())
     before = server.evaluate_clients().metrics
     found = server.personalize([1, 2], epochs=5).metrics
@@ -67,19 +67,19 @@ def test_buffers_are_fine_tuned_too() -> None:
     assert server.evaluate_clients().metrics == found.metrics
 
 
-def test_it_goes_with_what_keeps_clients_close() -> None:
+def test_finetune_works_with_proximal_algorithms() -> None:
     server = federation(CompositeAlgorithm([FedProx(mu=0.5), FedAvgFinetune()]))
     assert sorted(server.personalize(epochs=1).metrics) == [1, 2, 3, 4]
 
 
-def test_clients_that_know_their_own_data_get_better_at_it() -> None:
+def test_fine_tuned_clients_improve_on_their_data() -> None:
     server = federation(FedAvgFinetune(), rounds=1)
     before = server.evaluate_clients().mean("accuracy")
     assert server.personalize(epochs=30).mean("accuracy") > before
 
 
 @pytest.mark.parametrize("backend", ["process", "vectorized"])
-def test_the_personalisation_round_ends_alike_on_every_backend(backend: str) -> None:
+def test_the_personalization_round_is_equal_on_every_backend(backend: str) -> None:
     alone, other = federation(FedAvgFinetune()), federation(FedAvgFinetune(), backend=backend, num_workers=2)
     for server in (alone, other):
         server.personalize(epochs=2)

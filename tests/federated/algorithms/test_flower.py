@@ -41,13 +41,13 @@ def _federation(algorithm: Any, **settings: Any) -> tuple[fedavg.Server, simple.
     return server, simple.Client(trainer=ComposableTrainer(num_epochs=1, batch_size=64, learning_rate=0.05))
 
 
-def test_fedavg_of_flower_is_ours() -> None:
+def test_flower_fedavg_equals_ours() -> None:
     ours = FedAvg().aggregate(_WEIGHTS, _THREE, weighted_mean)
     theirs = FlowerStrategy(strategies.FedAvg()).aggregate(_WEIGHTS, _THREE, weighted_mean)
     torch.testing.assert_close(theirs, ours, rtol=1e-6, atol=1e-6)
 
 
-def test_a_federation_with_fedavg_of_flower_is_one_with_ours() -> None:
+def test_a_federation_with_flower_fedavg_equals_one_with_ours() -> None:
     torch.manual_seed(3)
     ours, client = _federation(FedAvg())
     torch.manual_seed(3)
@@ -57,7 +57,7 @@ def test_a_federation_with_fedavg_of_flower_is_one_with_ours() -> None:
     torch.testing.assert_close(theirs.weights, ours.weights, rtol=1e-5, atol=1e-6)
 
 
-def test_one_step_of_fedadam_is_the_formula() -> None:
+def test_one_step_of_flower_fedadam_follows_the_formula() -> None:
     eta, beta_1, beta_2, tau = 0.1, 0.9, 0.99, 1e-3
     strategy = strategies.FedAdam(eta=eta, beta_1=beta_1, beta_2=beta_2, tau=tau)
     made = FlowerStrategy(strategy).aggregate(_WEIGHTS, _THREE, weighted_mean)
@@ -69,13 +69,13 @@ def test_one_step_of_fedadam_is_the_formula() -> None:
         torch.testing.assert_close(made[name], value + rate * first / (second.sqrt() + tau))
 
 
-def test_the_median_is_that_of_the_trained_weights() -> None:
+def test_the_flower_median_is_over_the_trained_weights() -> None:
     made = FlowerStrategy(strategies.FedMedian()).aggregate(_WEIGHTS, _THREE, weighted_mean)
     assert made["w"].tolist() == [1.5, -1.5]
     assert made["b"].item() == 0.75
 
 
-def test_krum_takes_one_of_the_updates() -> None:
+def test_flower_krum_selects_one_of_the_updates() -> None:
     near = _updates((1, [1.0, 1.0], 0.0), (1, [1.0, 1.1], 0.0), (1, [0.9, 1.0], 0.0), (1, [90.0, 9.0], 9.0))
     made = FlowerStrategy(strategies.Krum(num_malicious_nodes=1)).aggregate(_WEIGHTS, near, weighted_mean)
     candidates = [moved(_WEIGHTS, update.delta) for update in near[:3]]
@@ -92,7 +92,7 @@ def test_krum_takes_one_of_the_updates() -> None:
     ],
     ids=["adam", "yogi", "adagrad", "momentum"],
 )
-def test_a_server_that_goes_on_ends_with_the_same_bits(make: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_resumed_flower_server_ends_with_the_same_bits(make: Callable[..., Any], tmp_path: Path) -> None:
     def federation(**settings: Any) -> tuple[fedavg.Server, simple.Client]:
         torch.manual_seed(3)
         return _federation(FlowerStrategy(make()), **settings)
@@ -105,14 +105,14 @@ def test_a_server_that_goes_on_ends_with_the_same_bits(make: Callable[..., Any],
     assert all(torch.equal(value, resumed.weights[name]) for name, value in whole.weights.items())
 
 
-def test_moments_are_what_is_saved() -> None:
+def test_the_state_of_a_flower_strategy_holds_its_moments() -> None:
     algorithm = FlowerStrategy(strategies.FedAdam(eta=0.01))
     assert algorithm.state_dict() == {"round": 0, "strategy": {}}
     algorithm.aggregate(_WEIGHTS, _THREE, weighted_mean)
     assert algorithm.state_dict()["strategy"].keys() == {"m_t", "v_t"}
 
 
-def test_whole_numbers_are_averaged_and_stay_whole() -> None:
+def test_averaged_integers_remain_integers() -> None:
     weights = {**_WEIGHTS, "steps": torch.tensor(10)}
     updates = [
         Update(update.client_id, 1, update.num_samples, delta={**update.delta, "steps": torch.tensor(steps)})
@@ -123,14 +123,14 @@ def test_whole_numbers_are_averaged_and_stay_whole() -> None:
     assert made["steps"].dtype == torch.int64
 
 
-def test_the_strategy_that_was_given_stays_as_it_is() -> None:
+def test_the_given_flower_strategy_is_not_changed() -> None:
     given = strategies.FedAdam(min_available_nodes=7)
     FlowerStrategy(given).aggregate(_WEIGHTS, _THREE, weighted_mean)
     assert given.m_t is None
     assert given.min_available_nodes == 7
 
 
-def test_a_mean_that_somebody_else_makes_is_refused() -> None:
+def test_flower_strategies_reject_another_aggregator() -> None:
     def noisy(updates: Any) -> Any:
         return {name: value + 1 for name, value in weighted_mean(updates).items()}
 
@@ -138,12 +138,12 @@ def test_a_mean_that_somebody_else_makes_is_refused() -> None:
         FlowerStrategy(strategies.FedAdam()).aggregate(_WEIGHTS, _THREE, noisy)
 
 
-def test_something_else_is_refused() -> None:
+def test_an_object_that_is_not_a_flower_strategy_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"strategy: expected one of flwr\.serverapp\.strategy, got 'FedAdam'"):
         FlowerStrategy("FedAdam")
 
 
-def test_flower_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_flower_logs_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     level = logging.getLogger("flwr").level
     FlowerStrategy(strategies.FedAvg()).aggregate(_WEIGHTS, _THREE, weighted_mean)
     assert capfd.readouterr() == ("", "")

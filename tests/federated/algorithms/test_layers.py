@@ -31,16 +31,16 @@ NAMES = ["fc1.weight", "fc1.bias", "fc10.weight", "features.0.weight", "features
         ("fc[1-9]", {"fc1.weight", "fc1.bias"}),
     ],
 )
-def test_a_pattern_chooses_whole_names(pattern: str, chosen: set[str]) -> None:
+def test_a_pattern_matches_whole_names(pattern: str, chosen: set[str]) -> None:
     assert matching(NAMES, [pattern]) == chosen
 
 
-def test_a_name_with_a_bracket_chooses_itself() -> None:
+def test_a_name_with_a_bracket_matches_itself() -> None:
     assert matching(["block[0].weight", "block0.weight"], ["block[0]"]) == {"block[0].weight", "block0.weight"}
     assert matching(["block[0].weight"], ["block[0].weight"]) == {"block[0].weight"}
 
 
-def test_a_pattern_that_chooses_nothing_is_refused_with_the_names_there_are() -> None:
+def test_a_pattern_without_a_match_is_rejected_with_the_known_names() -> None:
     with pytest.raises(ConfigError, match=r"local_layer_names: 'haed' matches nothing; the model has body.weight, .*"):
         local_names(mlp(), ["head", "haed"])
 
@@ -55,7 +55,7 @@ def test_a_pattern_that_chooses_nothing_is_refused_with_the_names_there_are() ->
         ({"local": ["*.bias"]}, {"body.bias", "head.bias"}),
     ],
 )
-def test_what_is_not_named_is_of_the_other_kind(given: Any, stays: set[str]) -> None:
+def test_unmatched_layers_are_of_the_other_kind(given: Any, stays: set[str]) -> None:
     assert local_names(mlp(), **given) == stays
 
 
@@ -70,12 +70,12 @@ def test_what_is_not_named_is_of_the_other_kind(given: Any, stays: set[str]) -> 
         ({"num_local_layers": 0}, "num_local_layers: expected a whole number that is at least 1, got 0"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(given: Any, message: str) -> None:
+def test_invalid_layer_patterns_are_rejected(given: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         local_names(mlp(), **given)
 
 
-def test_a_tensor_with_two_names_stays_or_goes_as_a_whole() -> None:
+def test_a_tensor_with_two_names_is_local_or_shared_as_a_whole() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
     model[2].weight = model[0].weight
     with pytest.raises(ConfigError, match=r"'0.weight' and '2.weight' are one tensor; name both, or neither"):
@@ -83,13 +83,13 @@ def test_a_tensor_with_two_names_stays_or_goes_as_a_whole() -> None:
     assert local_names(model, ["0.weight", "2"]) == {"0.weight", "2.weight", "2.bias"}
 
 
-def test_the_last_layers_are_those_that_hold_parameters_themselves() -> None:
+def test_the_last_layers_are_counted_by_modules_with_parameters() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.ReLU()))
     assert last_layers(model, 1) == ["1.1"]
     assert last_layers(model, 2) == ["1.0", "1.1"]
 
 
-def test_buffers_stay_with_their_layer() -> None:
+def test_buffers_belong_to_their_layer() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     assert local_names(model) == {name for name in model.state_dict() if name.startswith("1.")}
 
@@ -98,11 +98,11 @@ def test_buffers_stay_with_their_layer() -> None:
     ("given", "patterns"),
     [(None, ()), ("head", ("head",)), (2, ("2",)), ([0, "2"], ("0", "2")), (("a", "b"), ("a", "b"))],
 )
-def test_names_are_one_or_several_and_layers_of_a_sequential_may_be_numbers(given: Any, patterns: Any) -> None:
+def test_layer_names_may_be_one_or_several_and_numbers_of_a_sequential(given: Any, patterns: Any) -> None:
     assert as_patterns(given) == patterns
 
 
-def test_only_a_round_after_the_last_personalizes() -> None:
+def test_only_the_round_after_the_last_personalizes() -> None:
     context = TrainingContext(torch.nn.Linear(1, 1))
     assert not personalizes(context)
     context.config["rounds"] = 3

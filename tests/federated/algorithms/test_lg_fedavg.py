@@ -110,7 +110,7 @@ def _run(step: TrainingStepStrategy, model: nn.Module | None = None, **options: 
 
 
 @pytest.mark.parametrize("train_local_first", [True, False])
-def test_it_is_two_optimizers_in_turn_each_with_its_layers(train_local_first: bool) -> None:
+def test_lg_fedavg_alternates_two_optimizers_over_their_layers(train_local_first: bool) -> None:
     """Momentum and decay of one optimizer move nothing while its layers stand still."""
     ours = _run(LGFedAvgStepStrategy(["body"], ["head"], train_local_first=train_local_first), batch_size=24)
     torch.manual_seed(0)
@@ -127,11 +127,11 @@ def test_it_is_two_optimizers_in_turn_each_with_its_layers(train_local_first: bo
             optimizer.step()
         losses.append(loss.item())
     torch.testing.assert_close(ours.model.state_dict(), model.state_dict(), rtol=0, atol=1e-12)
-    # The loss of a step is that of its second pass.
+    # The loss of a step is the loss of its second pass.
     assert list(ours.history.losses) == pytest.approx(losses, abs=1e-12)
 
 
-def test_every_parameter_requires_what_it_required_before() -> None:
+def test_requires_grad_is_restored_for_every_parameter() -> None:
     model = mlp()
     model.body.bias.requires_grad_(False)
     before = copy.deepcopy(model.state_dict())
@@ -141,7 +141,7 @@ def test_every_parameter_requires_what_it_required_before() -> None:
     assert torch.equal(trainer.model.body.bias, before["body.bias"])
 
 
-def test_a_part_without_anything_to_train_is_passed_over() -> None:
+def test_a_part_without_trainable_parameters_is_skipped() -> None:
     model = mlp()
     model.body.requires_grad_(False)
     watching = _Watching()
@@ -151,7 +151,7 @@ def test_a_part_without_anything_to_train_is_passed_over() -> None:
 
 @pytest.mark.parametrize("train_local_first", [True, False])
 @pytest.mark.parametrize(("size", "window"), [(4, 2), (6, 4), (5, 3)])
-def test_accumulated_batches_are_one_large_batch(size: int, window: int, train_local_first: bool) -> None:
+def test_accumulated_batches_equal_one_large_batch(size: int, window: int, train_local_first: bool) -> None:
     """Also where the last window is shorter, and its last batch: 24 samples in 4 · 6 and in 5 · 5."""
 
     def run(batch_size: int, accumulation_steps: int) -> dict[str, Tensor]:
@@ -161,13 +161,13 @@ def test_accumulated_batches_are_one_large_batch(size: int, window: int, train_l
     torch.testing.assert_close(run(size, window), run(size * window, 1), rtol=0, atol=1e-12)
 
 
-def test_it_accumulates_inside_of_a_step_that_does() -> None:
+def test_lg_fedavg_accumulates_inside_an_accumulating_step() -> None:
     outer = GradientAccumulationStepStrategy(3, base_strategy=LGFedAvgStepStrategyAuto())
     ours, theirs = _run(outer, batch_size=4), _run(LGFedAvgStepStrategyAuto(), batch_size=12)
     torch.testing.assert_close(ours.model.state_dict(), theirs.model.state_dict(), rtol=0, atol=1e-12)
 
 
-def test_a_window_that_an_error_cut_short_is_not_looked_at_again() -> None:
+def test_a_window_interrupted_by_an_error_is_discarded() -> None:
     class Fails(Callback):
         def on_step_end(self, context: Any, output: Any) -> None:
             if context.progress.batches == 1 and context.progress.updates == 0:
@@ -194,12 +194,12 @@ def test_a_window_that_an_error_cut_short_is_not_looked_at_again() -> None:
 
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_it_trains_in_mixed_precision(precision: Any, window: int) -> None:
+def test_lg_fedavg_trains_in_mixed_precision(precision: Any, window: int) -> None:
     step = MixedPrecisionStepStrategy(enabled=True, precision=precision, base_strategy=LGFedAvgStepStrategyAuto())
     options = {"batch_size": 8 // window, "accumulation_steps": window}
     mixed, full = _run(step, **options), _run(LGFedAvgStepStrategyAuto(), **options)
     assert mixed.context.precision is not None
-    # A scaler takes two steps of one optimizer for a mistake, unless it is told that the first is done.
+    # A scaler rejects two steps of one optimizer unless the first is marked as done.
     assert (mixed.context.precision.scaler is not None) == (precision == "fp16")
     torch.testing.assert_close(mixed.model.state_dict(), full.model.state_dict(), rtol=0, atol=0.05)
     assert mixed.context.progress.updates == full.context.progress.updates
@@ -213,7 +213,7 @@ def test_a_fleet_ends_where_clients_alone_do() -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
 
 
-def test_after_the_last_round_only_the_clients_own_layers_move() -> None:
+def test_after_the_last_round_only_local_layers_change() -> None:
     watching = _Watching()
     trainer = ComposableTrainer(
         mlp(), training_step_strategy=LGFedAvgStepStrategy(), num_epochs=1, callbacks=[watching], verbose=False
@@ -232,7 +232,7 @@ def test_the_configuration_names_the_layers() -> None:
     assert watching.steps == [BODY, HEAD]
 
 
-def test_the_step_that_a_client_has_is_put_around_it() -> None:
+def test_lg_fedavg_wraps_the_step_of_the_client() -> None:
     def trainer(step: TrainingStepStrategy, batch_size: int) -> ComposableTrainer:
         optimizer = SGDOptimizerStrategy(lr=0.1, momentum=0.5)
         return ComposableTrainer(
@@ -245,7 +245,7 @@ def test_the_step_that_a_client_has_is_put_around_it() -> None:
     torch.testing.assert_close(ours.weights, theirs.weights, rtol=0, atol=1e-12)
 
 
-def test_a_step_that_cannot_hold_another_is_refused() -> None:
+def test_a_step_that_cannot_wrap_another_is_rejected() -> None:
     class Own(TrainingStepStrategy):
         def training_step(
             self, model: Any, optimizer: Any, examples: Any, labels: Any, loss_criterion: Any, context: Any
@@ -257,10 +257,10 @@ def test_a_step_that_cannot_hold_another_is_refused() -> None:
         federation(LGFedAvg(), trainer=trainer)
 
 
-def test_nothing_to_train_is_told() -> None:
+def test_a_model_without_trainable_parameters_raises_an_error() -> None:
     model = mlp()
     model.head.requires_grad_(False)
     trainer = ComposableTrainer(model, training_step_strategy=LGFedAvgStepStrategy(), verbose=False)
     trainer.context.config["rounds"], trainer.context.current_round = 1, 2
-    with pytest.raises(ConfigError, match="finds nothing to train"):
+    with pytest.raises(ConfigError, match="cannot train: none of the chosen layers"):
         trainer.fit(Blobs().train_data(1))

@@ -33,7 +33,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class Projecting(nn.Module):
-    """A body, a projection, a head; and, on demand, what tells training from evaluation."""
+    """A body, a projection and a head; on demand, layers that differ between training and evaluation."""
 
     def __init__(self, inputs: int = 6, *layers: nn.Module) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class TestMOON(AlgorithmContract):
 
 
 class TestStep(TrainingStepStrategyContract):
-    """Of a client's first run."""
+    """The state after the first run of a client."""
 
     def make(self) -> MOONStepStrategy:
         return MOONStepStrategy()
@@ -95,11 +95,11 @@ def _with(state: dict[str, Tensor], *layers: nn.Module) -> Projecting:
 
 
 @pytest.mark.parametrize("history_size", [1, 2])
-def test_the_loss_is_that_of_the_paper(history_size: int) -> None:
+def test_the_contrastive_loss_follows_the_paper(history_size: int) -> None:
     strategy = MOONStepStrategy(mu=2.0, temperature=0.3, history_size=history_size)
     trainer = _trainer(strategy)
     ends = [{name: value.clone() for name, value in _rounds(trainer, 1).items()} for _ in range(3)]
-    # The fourth run begins elsewhere, as the global model would.
+    # The fourth run starts from other weights, as with a new global model.
     reset(trainer)
     with torch.no_grad():
         for value in trainer.model.parameters():
@@ -124,30 +124,30 @@ def test_a_client_keeps_its_last_models() -> None:
     torch.testing.assert_close(kept, ends[1:], rtol=0, atol=0)
 
 
-def test_every_client_keeps_its_own() -> None:
+def test_every_client_keeps_separate_models() -> None:
     server = federation(MOON(mu=2.0), model=_model)
     kept = [server.states.get(client_id)["moon"] for client_id in range(1, 5)]
     assert [len(each) for each in kept] == [1, 1, 1, 1]
     assert len({float(each[0]["head.bias"][0]) for each in kept}) == 4
 
 
-def test_the_first_round_has_the_loss_of_the_task_alone() -> None:
+def test_the_first_round_uses_only_the_task_loss() -> None:
     ours, plain = (federation(it, model=_model, rounds=1) for it in (MOON(), FedAvg()))
     torch.testing.assert_close(ours.weights, plain.weights, rtol=0, atol=0)
 
 
-def test_mu_0_is_fedavg() -> None:
+def test_moon_with_mu_0_is_fedavg() -> None:
     ours, plain = (federation(it, model=_model) for it in (MOON(mu=0.0), FedAvg()))
     torch.testing.assert_close(ours.weights, plain.weights, rtol=0, atol=0)
 
 
-def test_near_mu_0_it_is_near_fedavg_and_far_from_it_it_is_not() -> None:
+def test_moon_is_near_fedavg_only_near_mu_0() -> None:
     near, far, plain = (federation(it, model=_model).weights for it in (MOON(mu=1e-9), MOON(mu=5.0), FedAvg()))
     torch.testing.assert_close(near, plain, rtol=0, atol=1e-7)
     assert (far["head.bias"] - plain["head.bias"]).abs().max() > 1e-4
 
 
-def test_a_run_that_goes_on_counts_once() -> None:
+def test_a_resumed_client_run_is_counted_once() -> None:
     trainer = _trainer(MOONStepStrategy(history_size=3))
     for epochs in (1, 2):
         trainer.options.num_epochs = epochs
@@ -156,15 +156,15 @@ def test_a_run_that_goes_on_counts_once() -> None:
     torch.testing.assert_close(kept, trainer.model.state_dict(), rtol=0, atol=0)
 
 
-def test_to_train_for_oneself_leaves_the_kept_models_alone() -> None:
+def test_the_personalization_round_does_not_change_the_kept_models() -> None:
     server = federation(MOON(), model=_model)
     before = server.states.get(1)["moon"]
     server.personalize(epochs=1)
     torch.testing.assert_close(server.states.get(1)["moon"], before, rtol=0, atol=0)
 
 
-def test_other_models_are_in_evaluation_mode_and_leave_no_trace() -> None:
-    """With BatchNorm and dropout: statistics and random numbers are those of training without the term."""
+def test_the_other_models_run_in_evaluation_mode_without_side_effects() -> None:
+    """With BatchNorm and dropout: statistics and random numbers equal training without the term."""
 
     def run(mu: float) -> tuple[list[float], dict[str, Tensor]]:
         model = _model(nn.BatchNorm1d(5), nn.Dropout(0.3))
@@ -203,7 +203,7 @@ def _run(step: TrainingStepStrategy, **options: Any) -> dict[str, Tensor]:
     return _rounds(_trainer(step, **options), 3)
 
 
-def test_accumulated_batches_are_one_large_batch() -> None:
+def test_accumulated_batches_equal_one_large_batch() -> None:
     clipping = GradientClippingStepStrategy(max_norm=0.3)
     inside = MOONStepStrategy(base_strategy=GradientAccumulationStepStrategy(3, base_strategy=clipping))
     around = GradientAccumulationStepStrategy(3, base_strategy=MOONStepStrategy(base_strategy=clipping))
@@ -213,32 +213,32 @@ def test_accumulated_batches_are_one_large_batch() -> None:
 
 
 @pytest.mark.parametrize("is_inside", [False, True])
-def test_it_trains_in_mixed_precision(is_inside: bool) -> None:
+def test_moon_trains_in_mixed_precision(is_inside: bool) -> None:
     inside = None if is_inside else MOONStepStrategy(mu=0.5)
     mixed = MixedPrecisionStepStrategy(enabled=True, precision="bf16", base_strategy=inside)
     step = MOONStepStrategy(mu=0.5, base_strategy=mixed) if is_inside else mixed
     torch.testing.assert_close(_run(step), _run(MOONStepStrategy(mu=0.5)), rtol=0, atol=0.2)
 
 
-def test_with_fedprox_both_are_there() -> None:
+def test_moon_and_fedprox_combine() -> None:
     both = federation(CompositeAlgorithm([FedProx(mu=0.0), MOON()]), model=_model)
     torch.testing.assert_close(both.weights, federation(MOON(), model=_model).weights, rtol=0, atol=1e-12)
 
 
-def test_a_model_without_a_projection_is_refused() -> None:
+def test_a_model_without_a_projection_is_rejected() -> None:
     message = "MOON: Sequential has no forward_with_projection"
     with pytest.raises(ConfigError, match=message):
-        MOON().begin(mlp(), num_clients=2)
+        MOON().prepare(mlp(), num_clients=2)
     with pytest.raises(ConfigError, match=message):
         _rounds(_trainer(MOONStepStrategy(), mlp()), 1)
 
 
-def test_it_is_refused_beside_another_that_computes_batches() -> None:
+def test_moon_is_rejected_with_another_algorithm_that_computes_batches() -> None:
     with pytest.raises(ConfigError, match="MOON and FedSAM both decide how a batch is computed"):
         CompositeAlgorithm([MOON(), FedSAM()])
 
 
 @pytest.mark.parametrize("given", [{"mu": -1.0}, {"temperature": 0.0}, {"history_size": 0}])
-def test_what_makes_no_sense_is_refused(given: dict[str, Any]) -> None:
+def test_moon_rejects_invalid_arguments(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(given))):
         MOON(**given)

@@ -1,6 +1,6 @@
 """The algorithms a second time, in plain NumPy: multinomial logistic regression on clients of unequal sizes.
 
-Nothing here is shared with the library but the data, the first weights, and who was asked in which round.
+Only the data, the initial weights and the selected clients of each round are shared with the library.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ DATA = Skewed()
 
 
 def gradient(w: Matrix, inputs: Matrix, labels: NDArray[np.int64]) -> Matrix:
-    """Return that of the mean cross entropy; the last row of w is the bias."""
+    """Return the gradient of the mean cross entropy; the last row of w is the bias."""
     x = np.hstack([inputs, np.ones((len(inputs), 1))])
     scores = x @ w
     shares = np.exp(scores - scores.max(axis=1, keepdims=True))
@@ -77,7 +77,7 @@ def trained(w: Matrix, client: int, added: Callable[[Matrix], Matrix | float] = 
     """Return the weights after all local steps of a client, and their number.
 
     Args:
-        w: What the client was sent.
+        w: The weights received by the client.
         client: Counted from 0.
         added: To every gradient, of the present weights.
     """
@@ -174,7 +174,7 @@ PAIRS: dict[str, tuple[Callable[[], Algorithm], Callable[..., Matrix]]] = {
 
 
 def _run(algorithm: Algorithm, **settings: Any) -> tuple[Matrix, Matrix, list[list[int]]]:
-    """Return the weights before and after, with the bias as the last row, and who was asked in every round."""
+    """Return the weights before and after, with the bias as the last row, and the clients selected in every round."""
     torch.manual_seed(1)
     model = nn.Linear(4, 3).double()
     trainer = ComposableTrainer(
@@ -199,15 +199,15 @@ def _matrix(weights: Any) -> Matrix:
 @pytest.mark.parametrize("backend", ["sequential", "vectorized"])
 @pytest.mark.parametrize("per_round", [N, 3], ids=["everyone", "three of five"])
 @pytest.mark.parametrize("name", PAIRS)
-def test_five_rounds_end_where_numpy_ends(name: str, per_round: int, backend: str) -> None:
+def test_five_rounds_equal_the_numpy_reference(name: str, per_round: int, backend: str) -> None:
     make, numpy_version = PAIRS[name]
     before, after, asked = _run(make(), per_round=per_round, backend=backend)
     assert [len(clients) for clients in asked] == [per_round] * ROUNDS
     np.testing.assert_allclose(after, numpy_version(before, asked), rtol=0, atol=1e-12)
 
 
-def test_no_two_of_them_end_at_the_same_place() -> None:
-    """Else what is compared above would not tell them apart."""
+def test_no_two_algorithms_end_with_equal_weights() -> None:
+    """Otherwise the comparison above could not distinguish the algorithms."""
     before, _, asked = _run(FedAvg(), per_round=N)
     ends = [numpy_version(before, asked) for _, numpy_version in PAIRS.values()]
     ends.append(before)

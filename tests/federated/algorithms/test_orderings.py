@@ -36,7 +36,7 @@ def benchmark() -> ModuleType:
 
 
 @pytest.mark.slow
-def test_drift_keeps_fedavg_from_the_optimum_and_neither_scaffold_nor_feddyn(benchmark: ModuleType) -> None:
+def test_drift_keeps_fedavg_from_the_optimum_unlike_scaffold_and_feddyn(benchmark: ModuleType) -> None:
     distance = benchmark.drift(0, rounds=8, most=60).values
     assert 0 < distance["SCAFFOLD"] < 0.5 * distance["FedAvg"]
     assert 0 < distance["FedDyn"] < 0.25 * distance["FedAvg"]
@@ -44,7 +44,7 @@ def test_drift_keeps_fedavg_from_the_optimum_and_neither_scaffold_nor_feddyn(ben
 
 @pytest.mark.torture
 @pytest.mark.slow
-def test_fedprox_calms_the_loss_and_does_not_raise_it(benchmark: ModuleType) -> None:
+def test_fedprox_stabilizes_the_loss_without_raising_it(benchmark: ModuleType) -> None:
     movements = []
     for seed in (0, 1, 2):
         # Far from the optimum both move because they learn. What drift alone does shows where there is little to learn.
@@ -53,13 +53,13 @@ def test_fedprox_calms_the_loss_and_does_not_raise_it(benchmark: ModuleType) -> 
         found = benchmark.stability(seed, 8, "vectorized", model=model, most=200).found
         assert found[benchmark.IS_NO_WORSE.text] < 1.02, seed
         movements.append(found[benchmark.IS_CALMER.text])
-    # Of the seeds 0 to 5, one leaves half of it, and the others a fifth or less.
+    # Among the seeds 0 to 5, one leaves half of it, and the others a fifth or less.
     assert max(movements) < 0.9
     assert statistics.median(movements) < 0.5
 
 
 @pytest.mark.slow
-def test_clients_with_two_classes_are_better_off_with_a_model_of_their_own(benchmark: ModuleType) -> None:
+def test_personalization_helps_clients_with_two_classes(benchmark: ModuleType) -> None:
     data = benchmark.two_classes(1, num_clients=10, images=benchmark.handwritten_digits())
     accuracy = benchmark.personalisation(1, rounds=5, data=data, lr=0.2).values
     for name in ("FedPer", "FedRep", "LG-FedAvg", "Ditto", "APFL"):
@@ -67,7 +67,7 @@ def test_clients_with_two_classes_are_better_off_with_a_model_of_their_own(bench
         assert accuracy[name] >= 92, name
 
 
-def test_clients_that_are_alike_are_not(benchmark: ModuleType) -> None:
+def test_personalization_does_not_help_clients_with_equal_data(benchmark: ModuleType) -> None:
     data = benchmark.alike(1, num_clients=10, images=benchmark.handwritten_digits())
     accuracy = benchmark.no_free_lunch(1, rounds=5, data=data, lr=0.2).values
     assert accuracy["local only"] < accuracy["FedAvg"] - 1
@@ -76,13 +76,13 @@ def test_clients_that_are_alike_are_not(benchmark: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("cut", ["two_classes", "alike"])
-def test_clients_test_on_images_that_nobody_learns(benchmark: ModuleType, cut: str) -> None:
+def test_clients_test_on_images_outside_all_training_data(benchmark: ModuleType, cut: str) -> None:
     data = getattr(benchmark, cut)(0, num_clients=10, images=benchmark.handwritten_digits())
     learned = {image.numpy().tobytes() for images, _ in data.train for image in images}
     assert not any(image.numpy().tobytes() in learned for images, _ in data.test for image in images)
 
 
-def test_clients_test_on_the_two_classes_that_they_learn(benchmark: ModuleType) -> None:
+def test_clients_test_on_the_two_classes_they_train_on(benchmark: ModuleType) -> None:
     data = benchmark.two_classes(0, num_clients=10, images=benchmark.handwritten_digits())
     classes = [set(labels.tolist()) for _, labels in data.train]
     assert classes == [set(labels.tolist()) for _, labels in data.test]

@@ -57,8 +57,8 @@ class TestAll(ModelUpdateStrategyContract):
 def _trainer(strategy: Any, **options: Any) -> ComposableTrainer:
     torch.manual_seed(0)
     optimizer = SGDOptimizerStrategy(lr=0.1, momentum=0.9, weight_decay=0.1)
-    wishes = {"optimizer_strategy": optimizer, "num_epochs": 2, "batch_size": 8, "verbose": False, **options}
-    return ComposableTrainer(mlp(), model_update_strategy=strategy, **wishes)
+    requests = {"optimizer_strategy": optimizer, "num_epochs": 2, "batch_size": 8, "verbose": False, **options}
+    return ComposableTrainer(mlp(), model_update_strategy=strategy, **requests)
 
 
 def _moved(before: dict[str, Tensor], model: nn.Module) -> set[str]:
@@ -73,7 +73,7 @@ def _moved(before: dict[str, Tensor], model: nn.Module) -> set[str]:
         (None, {"head.weight", "head.bias", "body.weight", "body.bias"}),
     ],
 )
-def test_neither_momentum_nor_decay_moves_what_stands_still(part: Any, moves: set[str]) -> None:
+def test_momentum_and_weight_decay_do_not_change_frozen_parameters(part: Any, moves: set[str]) -> None:
     strategy = _Still(None)
     trainer = _trainer(strategy)
     trainer.fit(Blobs().train_data(1))
@@ -85,7 +85,7 @@ def test_neither_momentum_nor_decay_moves_what_stands_still(part: Any, moves: se
     assert _moved(before, trainer.model) == moves
 
 
-def test_what_required_no_gradient_before_requires_none_afterwards() -> None:
+def test_parameters_frozen_before_remain_frozen_afterwards() -> None:
     trainer = _trainer(_Still("global"))
     trainer.model.body.bias.requires_grad_(False)
     trainer.model.head.bias.requires_grad_(False)
@@ -121,21 +121,21 @@ def test_after_an_error_the_whole_model_can_be_trained(optimizer: dict[str, Any]
     assert _moved(before, trainer.model) == {"body.weight", "body.bias"}
 
 
-def test_a_copy_of_a_trainer_thaws_its_own_model() -> None:
+def test_a_copy_of_a_trainer_unfreezes_only_its_model() -> None:
     trainer = copy.deepcopy(_trainer(_Still("global"), callbacks=[_Fails()]))
     with pytest.raises(ValueError, match="no luck"):
         trainer.fit(Blobs().train_data(1))
     assert all(it.requires_grad for it in trainer.model.parameters())
 
 
-def test_a_trainer_that_is_closed_leaves_nothing_behind() -> None:
+def test_a_closed_trainer_restores_requires_grad() -> None:
     trainer = _trainer(_Still("global"))
     watching = len(trainer.context.callbacks)
     trainer.close()
     assert len(trainer.context.callbacks) == watching - 1
 
 
-def test_a_frozen_part_is_as_if_the_optimizer_had_never_known_it() -> None:
+def test_a_frozen_part_equals_one_unknown_to_the_optimizer() -> None:
     ours, theirs = _trainer(_Still("local")), _trainer(None)
     theirs.model.head.requires_grad_(False)
     for trainer in (ours, theirs):
@@ -143,14 +143,14 @@ def test_a_frozen_part_is_as_if_the_optimizer_had_never_known_it() -> None:
     torch.testing.assert_close(ours.model.state_dict(), theirs.model.state_dict(), rtol=0, atol=0)
 
 
-def test_a_pattern_that_chooses_nothing_is_told_at_the_start_of_a_run() -> None:
+def test_a_pattern_without_a_match_raises_at_the_start_of_a_run() -> None:
     strategy = _Still(None)
     strategy.local_layer_names = ["haed"]
     with pytest.raises(ConfigError, match="'haed' matches nothing; the model has body"):
         _trainer(strategy).fit(Blobs().train_data(1))
 
 
-def test_a_pattern_that_chooses_nothing_ends_a_federation_before_its_first_round() -> None:
+def test_a_pattern_without_a_match_ends_a_federation_before_its_first_round() -> None:
     with pytest.raises(ConfigError, match="local_layer_names: 'fc' matches nothing"):
         federation(FedPer(local_layer_names="fc"))
 
@@ -177,7 +177,7 @@ def _heads(server: Any) -> dict[int, dict[str, Tensor]]:
 
 
 @_keeping
-def test_heads_differ_from_client_to_client_and_the_global_one_stays_as_it_was_made(algorithm: Any) -> None:
+def test_heads_differ_between_clients_and_the_global_head_is_unchanged(algorithm: Any) -> None:
     server = federation(algorithm)
     heads = _heads(server)
     assert all(set(head) == {"head.weight", "head.bias"} for head in heads.values())
@@ -199,9 +199,9 @@ def test_heads_are_never_sent(algorithm: Any) -> None:
 
 
 @_keeping
-def test_a_head_goes_on_in_the_next_round_where_it_was_left(algorithm: Any) -> None:
+def test_a_head_continues_in_the_next_round(algorithm: Any) -> None:
     one, two = federation(algorithm, rounds=1), federation(algorithm, rounds=2, per_round=4)
-    # Nothing but the head of the client itself, and the body of all, is what the second round begins with.
+    # The second round starts with the head of this client and the shared body.
     again = federation(algorithm, rounds=1)
     again.config = two.config
     again.run()
@@ -211,17 +211,17 @@ def test_a_head_goes_on_in_the_next_round_where_it_was_left(algorithm: Any) -> N
 
 
 @_keeping
-def test_clients_are_judged_with_their_own_heads(algorithm: Any) -> None:
+def test_clients_are_evaluated_with_their_heads(algorithm: Any) -> None:
     server = federation(algorithm)
-    told = server.evaluate_clients().metrics[3]["loss"]
+    reported = server.evaluate_clients().metrics[3]["loss"]
     model = mlp()
     model.load_state_dict({**server.weights, **_heads(server)[3]})
     x, y = Blobs().test_data(3)
-    assert told == pytest.approx(nn.functional.cross_entropy(model(x), y).item(), abs=1e-12)
+    assert reported == pytest.approx(nn.functional.cross_entropy(model(x), y).item(), abs=1e-12)
 
 
 @_keeping
-def test_the_personalisation_round_trains_heads_alone_and_they_are_kept(algorithm: Any) -> None:
+def test_the_personalization_round_trains_and_keeps_only_heads(algorithm: Any) -> None:
     server = federation(algorithm)
     before = _heads(server)
     found = server.personalize(epochs=5)
@@ -232,20 +232,20 @@ def test_the_personalisation_round_trains_heads_alone_and_they_are_kept(algorith
 
 
 @pytest.mark.parametrize("algorithm", [*_KEEPING, FedBABU(), FedAvgFinetune()], ids=repr)
-def test_a_configuration_asks_for_the_personalisation_round(algorithm: Any) -> None:
+def test_a_configuration_enables_the_personalization_round(algorithm: Any) -> None:
     asked = federation(algorithm)
     before = [asked.states.get(client_id) for client_id in range(1, 5)]
     asked.personalize(epochs=2)
-    told = federation(algorithm, personalization={"epochs": 2})
-    states = [[server.states.get(client_id) for client_id in range(1, 5)] for server in (told, asked)]
+    reported = federation(algorithm, personalization={"epochs": 2})
+    states = [[server.states.get(client_id) for client_id in range(1, 5)] for server in (reported, asked)]
     torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
-    assert told.personalized == asked.personalized
+    assert reported.personalized == asked.personalized
     with pytest.raises(AssertionError):
         torch.testing.assert_close(states[0], before, rtol=0, atol=0)
 
 
 @_keeping
-def test_only_one_algorithm_decides_which_layers_stay(algorithm: Any) -> None:
+def test_only_one_algorithm_may_choose_local_layers(algorithm: Any) -> None:
     with pytest.raises(ConfigError, match="both decide which layers stay with clients"):
         CompositeAlgorithm([algorithm, FedBABU()])
 
@@ -259,7 +259,7 @@ class _Unlucky(Callback):
 
 
 @pytest.mark.parametrize("algorithm", [*_KEEPING, FedBABU()], ids=repr)
-def test_a_client_that_fails_changes_nothing_for_the_next(algorithm: Any) -> None:
+def test_a_failed_client_does_not_affect_the_next_one(algorithm: Any) -> None:
     def run(*callbacks: Any) -> Any:
         # Not a strategy: this one is only given what requires a gradient when it is made.
         make = partial(ComposableTrainer, optimizer=torch.optim.SGD, num_epochs=2, batch_size=8, verbose=False)
@@ -276,6 +276,6 @@ def test_a_client_that_fails_changes_nothing_for_the_next(algorithm: Any) -> Non
 
 
 @pytest.mark.parametrize("kind", [FedPer, FedRep, FedBABU, LGFedAvg])
-def test_a_number_of_layers_must_be_one(kind: Any) -> None:
+def test_the_number_of_layers_must_be_an_integer(kind: Any) -> None:
     with pytest.raises(ConfigError, match="num_local_layers: expected a whole number that is at least 1, got 0"):
         kind(num_local_layers=0)

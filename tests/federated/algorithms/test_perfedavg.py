@@ -59,7 +59,7 @@ def _slope(w: float, samples: Any) -> float:
     return sum(a * (w - b) for a, b in samples) / len(samples)
 
 
-def test_the_steps_are_those_of_the_paper() -> None:
+def test_perfedavg_steps_follow_the_paper() -> None:
     w = 2.0
     # Batches of 4 and 1: halves of 2, and one sample that serves as both.
     for first, second in ((SAMPLES[:2], SAMPLES[2:4]), (SAMPLES[4:], SAMPLES[4:])):
@@ -67,16 +67,16 @@ def test_the_steps_are_those_of_the_paper() -> None:
     assert _point(0.3, batch_size=4) == pytest.approx(w, abs=1e-14)
 
 
-def test_of_an_odd_batch_the_second_half_is_the_larger() -> None:
+def test_the_second_half_of_an_odd_batch_is_larger() -> None:
     w = 2.0 - 0.1 * _slope(2.0 - 0.3 * _slope(2.0, SAMPLES[:2]), SAMPLES[2:])
     assert _point(0.3, batch_size=5) == pytest.approx(w, abs=1e-14)
 
 
-def test_an_alpha_of_nothing_is_a_step_on_the_second_half() -> None:
+def test_with_alpha_zero_the_step_uses_only_the_second_half() -> None:
     assert _point(0.0, batch_size=5) == pytest.approx(2.0 - 0.1 * _slope(2.0, SAMPLES[2:]), abs=1e-14)
 
 
-def test_a_window_of_batches_is_one_update_by_the_mean_over_all_second_halves() -> None:
+def test_a_window_averages_the_gradients_of_all_second_halves() -> None:
     # Batches of 3 and 2, with second halves of 2 and 1.
     slopes = [_slope(2.0 - 0.3 * _slope(2.0, SAMPLES[:1]), SAMPLES[1:3])]
     slopes += [_slope(2.0 - 0.3 * _slope(2.0, SAMPLES[3:4]), SAMPLES[4:])]
@@ -108,14 +108,14 @@ def _pair(algorithm: Algorithm, **settings: Any) -> Any:
     return federation(algorithm, trainer=trainer, data=_Two(), model=Point, **settings)
 
 
-def test_rounds_are_those_of_the_paper() -> None:
+def test_perfedavg_rounds_follow_the_paper() -> None:
     w = 0.0
     for _ in range(3):
         w = sum(w - 0.1 * ((w - 0.3 * (w - b)) - b) for b in (-2.0, 1.0)) / 2
     assert _pair(PerFedAvg(alpha=0.3)).weights["w"].item() == pytest.approx(w, abs=1e-14)
 
 
-def test_the_personalisation_round_adapts_by_plain_steps() -> None:
+def test_the_personalization_round_adapts_with_plain_steps() -> None:
     server = _pair(PerFedAvg(alpha=0.3))
     w = server.weights["w"].item()
     found = server.personalize(epochs=1)
@@ -124,7 +124,7 @@ def test_the_personalisation_round_adapts_by_plain_steps() -> None:
         assert found.metrics[client_id]["loss"] == pytest.approx((adapted - b) ** 2 / 2, abs=1e-14)
 
 
-def test_the_term_of_fedprox_pulls_the_model_that_is_sent_and_not_the_one_that_is_adapted() -> None:
+def test_the_fedprox_term_applies_to_the_sent_and_not_the_adapted_model() -> None:
     w, mu = 0.0, 0.7
     for _ in range(2):
         start, ends = w, []
@@ -145,7 +145,7 @@ def test_the_term_of_fedprox_pulls_the_model_that_is_sent_and_not_the_one_that_i
         PerFedAvgStepStrategy(0.1, base_strategy=MultipleForwardPassStepStrategy(2)),
     ],
 )
-def test_it_fits_around_and_into_other_steps(step: Any) -> None:
+def test_the_perfedavg_step_nests_with_other_steps(step: Any) -> None:
     def trained(step: Any) -> Any:
         torch.manual_seed(0)
         trainer = ComposableTrainer(mlp(), training_step_strategy=step, num_epochs=2, batch_size=8, verbose=False)
@@ -156,7 +156,7 @@ def test_it_fits_around_and_into_other_steps(step: Any) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_it_trains_in_lower_precision(precision: Any) -> None:
+def test_perfedavg_trains_in_lower_precision(precision: Any) -> None:
     def trained(step: Any) -> Any:
         torch.manual_seed(0)
         model = mlp(torch.float32)
@@ -175,7 +175,7 @@ def test_it_trains_in_lower_precision(precision: Any) -> None:
     torch.testing.assert_close(trained(low), trained(PerFedAvgStepStrategy(0.5)), rtol=0.05, atol=0.02)
 
 
-def test_a_parameter_that_is_frozen_stays() -> None:
+def test_a_frozen_parameter_is_unchanged() -> None:
     model = mlp()
     model.body.weight.requires_grad_(False)
     before = model.body.weight.clone()
@@ -184,16 +184,16 @@ def test_a_parameter_that_is_frozen_stays() -> None:
     assert torch.equal(model.body.weight, before)
 
 
-def test_it_is_not_fedavg() -> None:
+def test_perfedavg_differs_from_fedavg() -> None:
     one, other = federation(PerFedAvg(alpha=0.1)).weights, federation(FedAvg()).weights
     assert not torch.equal(one["head.weight"], other["head.weight"])
 
 
-def test_two_that_say_how_a_batch_is_computed_are_refused() -> None:
+def test_two_algorithms_that_compute_batches_are_rejected() -> None:
     with pytest.raises(ConfigError, match="PerFedAvg and APFL both decide how a batch is computed"):
         CompositeAlgorithm([PerFedAvg(), APFL()])
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_perfedavg_rejects_invalid_arguments() -> None:
     with pytest.raises(ConfigError, match="alpha: expected a number that is at least 0, got -1"):
         PerFedAvg(alpha=-1)

@@ -51,18 +51,18 @@ class TestLoss(LossStrategyContract):
         ([7.0], [1.0]),
     ],
 )
-def test_the_nearest_point_of_the_simplex_is_known(point: list[float], nearest: list[float]) -> None:
+def test_the_projection_onto_the_simplex_has_known_answers(point: list[float], nearest: list[float]) -> None:
     assert onto_simplex(torch.tensor(point, dtype=torch.float64)).tolist() == pytest.approx(nearest, abs=1e-15)
 
 
-def test_no_other_point_of_the_simplex_is_nearer() -> None:
+def test_no_random_point_of_the_simplex_is_nearer_than_the_projection() -> None:
     torch.manual_seed(0)
     for _ in range(20):
         point = torch.randn(5, dtype=torch.float64)
         found = onto_simplex(point)
         others = torch.distributions.Dirichlet(torch.ones(5, dtype=torch.float64)).sample((200,))
         assert found.sum().item() == pytest.approx(1.0, abs=1e-12)
-        # What is nearest to a convex set has all of the set behind it.
+        # The whole convex set is behind the tangent plane at its nearest point.
         assert ((others - found) @ (point - found)).max() <= 1e-12
 
 
@@ -74,7 +74,7 @@ def _update(client_id: int, num_samples: int, *change: float) -> Update:
     return Update(client_id, 1, num_samples, 1, _weights(*change))
 
 
-def test_rows_of_the_graph_are_the_solution_of_the_paper() -> None:
+def test_rows_of_the_graph_solve_the_problem_of_the_paper() -> None:
     algorithm = PFedGraph(alpha=0.8)
     # Two that agree, and one at a right angle: cosines of 1, 1 and 0.
     updates = [_update(1, 10, 1.0, 0.0), _update(2, 30, 2.0, 0.0), _update(3, 10, 0.0, 1.0)]
@@ -94,7 +94,7 @@ def test_rows_of_the_graph_are_the_solution_of_the_paper() -> None:
     assert after["w"].tolist() == pytest.approx(mean, abs=1e-12)
 
 
-def test_clients_are_compared_by_the_layers_that_are_named() -> None:
+def test_clients_are_compared_by_the_named_layers() -> None:
     model = nn.ModuleDict({"body": nn.Linear(1, 1, bias=False), "head": nn.Linear(1, 1, bias=False)})
     state = dict(model.state_dict())
 
@@ -103,28 +103,28 @@ def test_clients_are_compared_by_the_layers_that_are_named() -> None:
         return Update(client_id, 1, 10, 1, delta)
 
     algorithm = PFedGraph(alpha=0.1, layers="head")
-    algorithm.begin(model, 2)
+    algorithm.prepare(model, 2)
     algorithm.aggregate(state, [update(1, 1.0, 1.0), update(2, -9.0, 1.0)], weighted_mean)
     assert algorithm.graph[1] == pytest.approx({1: 0.5, 2: 0.5}, abs=1e-6)
 
 
-def test_a_layer_that_is_not_there_is_refused() -> None:
+def test_an_unknown_layer_is_rejected() -> None:
     with pytest.raises(ConfigError, match="layers: 'fc' matches nothing; the model has body"):
-        PFedGraph(layers="fc").begin(mlp(), 4)
+        PFedGraph(layers="fc").prepare(mlp(), 4)
 
 
-def test_shares_of_samples_alone_are_fedavg() -> None:
+def test_with_sample_shares_alone_pfedgraph_is_fedavg() -> None:
     graph, plain = federation(PFedGraph(lam=0.0, alpha=1e9)), federation(FedAvg())
     torch.testing.assert_close(graph.weights, plain.weights, rtol=0, atol=1e-8)
 
 
-def test_likeness_alone_leaves_everybody_alone() -> None:
+def test_with_similarity_alone_every_client_uses_only_its_model() -> None:
     server = federation(PFedGraph(lam=0.0, alpha=1e-9))
     for client_id, row in server.algorithm.graph.items():
         assert row == {it: float(it == client_id) for it in range(1, 5)}
 
 
-def test_a_client_begins_with_its_own_model_and_is_judged_by_it() -> None:
+def test_a_client_starts_and_is_evaluated_with_its_personal_model() -> None:
     server = federation(PFedGraph(alpha=0.1))
     model = mlp()
     for client_id, metrics in server.evaluate_clients().metrics.items():
@@ -133,15 +133,15 @@ def test_a_client_begins_with_its_own_model_and_is_judged_by_it() -> None:
         assert metrics["loss"] == pytest.approx(nn.functional.cross_entropy(model(x), y).item(), abs=1e-12)
 
 
-def test_scaffold_works_beside_it() -> None:
+def test_pfedgraph_works_with_scaffold() -> None:
     # With the shares of samples, and clients that are all asked, it adds nothing to SCAFFOLD but the model of all.
     data = Blobs((16, 16, 16))
     both = federation(CompositeAlgorithm([SCAFFOLD(), PFedGraph(lam=0.0, alpha=1e9)]), data=data)
     torch.testing.assert_close(both.weights, federation(SCAFFOLD(), data=data).weights, rtol=0, atol=1e-8)
 
 
-def test_what_is_known_of_a_client_is_its_last_model() -> None:
-    # A rate of nothing: every client ends where it began.
+def test_the_server_compares_the_last_model_of_each_client() -> None:
+    # A rate of zero: every client ends with its initial weights.
     still = ComposableTrainer(optimizer_strategy=SGDOptimizerStrategy(lr=0.0), num_epochs=1, verbose=False)
     server = federation(PFedGraph(), trainer=still, rounds=2)
     start = server._initial_model.state_dict()
@@ -149,7 +149,7 @@ def test_what_is_known_of_a_client_is_its_last_model() -> None:
     assert all(not it["change"]["head.weight"].any() for it in server.algorithm.state_dict()["clients"].values())
 
 
-def test_whoever_was_never_heard_of_gets_the_model_of_all() -> None:
+def test_a_client_without_updates_gets_the_global_model() -> None:
     server = federation(PFedGraph(), rounds=1, per_round=2)
     asked = set(server.records[0].reported)
     for client_id in range(1, 5):
@@ -157,7 +157,7 @@ def test_whoever_was_never_heard_of_gets_the_model_of_all() -> None:
     assert set(server.algorithm.graph) == asked
 
 
-def test_all_who_anchor_themselves_find_the_clients_own_model() -> None:
+def test_proximal_algorithms_use_the_personal_model_as_anchor() -> None:
     own = {name: torch.full_like(value, 0.25) for name, value in mlp().state_dict().items()}
     loss = PFedGraphLossStrategy(lam=0.1, base_loss_fn=FedProxLossStrategy(mu=1.0))
     trainer = ComposableTrainer(
@@ -169,11 +169,11 @@ def test_all_who_anchor_themselves_find_the_clients_own_model() -> None:
     )
     trainer.context.client.payload = {"pfedgraph": own}
     trainer.fit(Blobs().train_data(1))
-    for kept in (loss.kept, loss.inner.kept, trainer.model.state_dict()):
+    for kept in (loss.anchor, loss.inner.anchor, trainer.model.state_dict()):
         torch.testing.assert_close(kept, own, rtol=0, atol=0)
 
 
-def test_the_term_is_the_cosine_of_all_parameters_at_once() -> None:
+def test_the_similarity_term_is_the_cosine_over_all_parameters() -> None:
     strategy = PFedGraphLossStrategy(lam=0.5)
     kept = {"a": torch.tensor([[3.0]]), "b": torch.tensor([4.0])}
     now = {"a": torch.tensor([[4.0]]), "b": torch.tensor([3.0])}
@@ -181,14 +181,14 @@ def test_the_term_is_the_cosine_of_all_parameters_at_once() -> None:
     assert strategy.penalty(now, kept).item() == pytest.approx(-0.5 * 24 / 25)
 
 
-def test_buffers_are_averaged_and_counts_stay_whole() -> None:
+def test_buffers_are_averaged_and_integers_remain_integers() -> None:
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
     server = federation(PFedGraph(), model=lambda: model, data=Blobs((24, 16)))
     assert server.weights["1.num_batches_tracked"].dtype == torch.int64
     assert server.algorithm.payload(1)["pfedgraph"]["1.num_batches_tracked"] > 0
 
 
-def test_the_state_is_all_that_the_graph_depends_on() -> None:
+def test_the_state_determines_the_graph() -> None:
     server = federation(PFedGraph(), rounds=2, per_round=2)
     other = PFedGraph()
     other.load_state_dict(server.algorithm.state_dict())
@@ -202,11 +202,11 @@ def test_the_state_is_all_that_the_graph_depends_on() -> None:
         ({"alpha": 0}, "alpha: expected a number above 0, got 0"),
     ],
 )
-def test_what_makes_no_sense_is_refused(given: dict[str, Any], said: str) -> None:
+def test_pfedgraph_rejects_invalid_arguments(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         PFedGraph(**given)
 
 
-def test_it_decides_what_ditto_decides() -> None:
+def test_pfedgraph_conflicts_with_ditto() -> None:
     with pytest.raises(ConfigError, match="both decide the client's own model"):
         CompositeAlgorithm([PFedGraph(), Ditto()])

@@ -38,7 +38,7 @@ class TestStrategy(ModelUpdateStrategyContract):
 
 
 @pytest.mark.parametrize("option", [1, 2])
-def test_the_toy_ends_at_its_optimum(option: int) -> None:
+def test_scaffold_reaches_the_optimum_of_the_toy_problem(option: int) -> None:
     assert toy(SCAFFOLD(option=option), rounds=40).weights["w"].item() == pytest.approx(0.25, abs=1e-12)
 
 
@@ -52,7 +52,7 @@ class _Alike(Datasource):
 
 
 @pytest.mark.parametrize("option", [1, 2])
-def test_clients_that_are_alike_have_no_drift_so_it_is_fedavg(option: int) -> None:
+def test_with_equal_clients_scaffold_is_fedavg(option: int) -> None:
     # Whole batches: c and c_i are the same gradient then.
     def trainer() -> ComposableTrainer:
         strategy = SGDOptimizerStrategy(lr=0.1)
@@ -72,7 +72,7 @@ def _trained(strategy: SCAFFOLDUpdateStrategy, **options: Any) -> tuple[Composab
     return trainer, before
 
 
-def test_the_first_control_variate_is_the_mean_gradient_along_the_way() -> None:
+def test_the_first_control_variate_is_the_mean_gradient_of_the_run() -> None:
     trainer, before = _trained(SCAFFOLDUpdateStrategy())
     steps = trainer.context.progress.updates
     assert steps == 8
@@ -81,7 +81,7 @@ def test_the_first_control_variate_is_the_mean_gradient_along_the_way() -> None:
     torch.testing.assert_close(trainer.context.client.state["scaffold"], expected, rtol=0, atol=1e-12)
 
 
-def test_a_schedule_counts_by_the_sum_of_its_rates() -> None:
+def test_a_schedule_is_weighted_by_the_sum_of_its_rates() -> None:
     schedule = LinearLRSchedulerStrategy(start_factor=1.0, end_factor=0.5, total_iters=1)
     trainer, before = _trained(SCAFFOLDUpdateStrategy(), lr_scheduler_strategy=schedule)
     travelled = 4 * 0.1 + 4 * 0.05
@@ -91,7 +91,7 @@ def test_a_schedule_counts_by_the_sum_of_its_rates() -> None:
 
 
 @pytest.mark.parametrize("batch_size", [8, 100])
-def test_option_one_is_the_gradient_of_all_data_at_the_beginning(batch_size: int) -> None:
+def test_option_one_uses_the_full_gradient_at_the_start(batch_size: int) -> None:
     trainer, _ = _trained(SCAFFOLDUpdateStrategyV2(), batch_size=batch_size)
     torch.manual_seed(0)
     model = mlp()
@@ -101,13 +101,13 @@ def test_option_one_is_the_gradient_of_all_data_at_the_beginning(batch_size: int
     torch.testing.assert_close(trainer.context.client.state["scaffold"], expected, rtol=0, atol=1e-12)
 
 
-def test_option_one_looks_without_moving_the_model() -> None:
+def test_option_one_does_not_change_the_model() -> None:
     looked, _ = _trained(SCAFFOLDUpdateStrategyV2(), optimizer_strategy=SGDOptimizerStrategy(lr=0.1, momentum=0.9))
     plain, _ = _trained(SCAFFOLDUpdateStrategy(), optimizer_strategy=SGDOptimizerStrategy(lr=0.1, momentum=0.9))
     assert all(torch.equal(it, plain.model.state_dict()[name]) for name, it in looked.model.state_dict().items())
 
 
-def test_the_servers_variate_is_the_mean_over_all_clients_also_those_who_were_not_asked() -> None:
+def test_the_server_variate_is_the_mean_over_all_clients() -> None:
     server = federation(SCAFFOLD(), rounds=1, per_round=1)
     (asked,) = server.records[0].reported
     own = server.states.get(asked)["scaffold"]
@@ -115,7 +115,7 @@ def test_the_servers_variate_is_the_mean_over_all_clients_also_those_who_were_no
     torch.testing.assert_close(server.algorithm.state_dict()["control"], expected, rtol=0, atol=1e-15)
 
 
-def test_every_client_counts_the_same() -> None:
+def test_every_client_has_an_equal_weight() -> None:
     server = federation(SCAFFOLD(), rounds=1)
     deltas = []
     for client_id in range(1, 5):
@@ -131,7 +131,7 @@ def test_every_client_counts_the_same() -> None:
     torch.testing.assert_close(moved, torch.stack(deltas).mean(dim=0), rtol=0, atol=1e-12)
 
 
-def test_the_servers_rate_scales_the_move() -> None:
+def test_the_server_rate_scales_the_move() -> None:
     whole, half = (federation(SCAFFOLD(server_learning_rate=rate), rounds=1) for rate in (1.0, 0.5))
     start = whole._initial_model.state_dict()
     for name, value in start.items():
@@ -139,7 +139,7 @@ def test_the_servers_rate_scales_the_move() -> None:
 
 
 @pytest.mark.parametrize(("given", "said"), [({"option": 3}, "1 or 2"), ({"server_learning_rate": 0}, "above 0")])
-def test_what_makes_no_sense_is_refused(given: dict[str, Any], said: str) -> None:
+def test_scaffold_rejects_invalid_arguments(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         SCAFFOLD(**given)
 
@@ -153,11 +153,11 @@ def test_a_client_without_a_server_corrects_nothing() -> None:
     assert all(torch.equal(it, plain.model.state_dict()[name]) for name, it in corrected.model.state_dict().items())
 
 
-def test_it_is_known_by_its_class() -> None:
+def test_scaffold_is_registered_by_its_class() -> None:
     assert isinstance(Client(algorithm=SCAFFOLD()).algorithm, SCAFFOLD)
 
 
-def test_who_made_no_step_keeps_its_control_variate() -> None:
+def test_a_client_without_steps_keeps_its_control_variate() -> None:
     own, zero = {"w": torch.tensor([2.0])}, {"w": torch.tensor([0.0])}
     server = {"w": torch.tensor([1.0])}
     assert _option_two(own, server, zero, zero, torch.tensor(0.0))["w"] == 2
@@ -165,7 +165,7 @@ def test_who_made_no_step_keeps_its_control_variate() -> None:
 
 
 @pytest.mark.parametrize("option", [1, 2])
-def test_a_client_that_trains_for_itself_is_not_corrected_and_keeps_its_variate(option: int) -> None:
+def test_the_personalization_round_neither_corrects_nor_changes_the_variate(option: int) -> None:
     server = federation(SCAFFOLD(option=option))
     before = server.states.get(1)["scaffold"]["head.bias"].clone()
     found = server.personalize(epochs=2)

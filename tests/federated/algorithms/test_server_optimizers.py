@@ -77,7 +77,7 @@ def test_without_momentum_fedavgm_is_fedavg() -> None:
     assert torch.equal(ours["w"], weights["w"])
 
 
-def test_momentum_adds_what_came_before() -> None:
+def test_fedavgm_adds_the_momentum_of_earlier_rounds() -> None:
     # The means are 0.6 and 0, so that 0.6 and half of it again are gone.
     rounds = [_round(0.6, 0.6), _round(0.2, -0.1)]
     assert _after(FedAvgM(2.0, momentum=0.5), rounds)["w"].tolist() == pytest.approx([0.5 + 1.8, 2.0 - 0.9])
@@ -102,7 +102,7 @@ KNOWN = {
 
 
 @pytest.mark.parametrize("kind", ADAPTIVE)
-def test_two_rounds_are_what_the_paper_says(kind: type[ServerOptimizer]) -> None:
+def test_two_rounds_of_server_optimizers_follow_the_paper(kind: type[ServerOptimizer]) -> None:
     after = _after(kind(), [_round(0.6, 0.6), _round(0.3, 0.3)])
     assert after["w"][0].item() == pytest.approx(0.5 + sum(KNOWN[kind]), abs=1e-12)
 
@@ -119,28 +119,28 @@ def test_yogi_forgets_a_large_square_slowly_and_adam_fast() -> None:
 
 
 @pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
-def test_the_size_of_all_updates_does_not_count_for_fedadam_without_tau(size: float) -> None:
+def test_without_tau_fedadam_ignores_the_scale_of_updates(size: float) -> None:
     tiny = FedAdam(tau=1e-15)
     expected = _after(FedAdam(tau=1e-15), [_round(0.6, 0.6)])["w"]
     assert torch.allclose(_after(tiny, [_round(0.6 * size, 0.6 * size)])["w"], expected, atol=1e-8)
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_two_rounds_saved_and_one_more_are_three(kind: type[ServerOptimizer]) -> None:
+def test_two_rounds_saved_plus_one_equal_three_rounds(kind: type[ServerOptimizer]) -> None:
     before, after = kind(), kind()
     weights = _after(before, ROUNDS[:2])
     after.load_state_dict(before.state_dict())
-    # What goes on leaves what was saved as it was.
+    # Continuing does not change the saved state.
     resumed = after.aggregate(weights, ROUNDS[2], weighted_mean)
     assert torch.equal(before.aggregate(weights, ROUNDS[2], weighted_mean)["w"], resumed["w"])
     assert torch.equal(_after(kind(), ROUNDS)["w"], resumed["w"])
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_buffers_move_by_the_mean_and_whole_numbers_stay_whole(kind: type[ServerOptimizer]) -> None:
+def test_buffers_move_by_the_mean_and_integers_remain_integers(kind: type[ServerOptimizer]) -> None:
     model = nn.BatchNorm1d(2)
     algorithm = kind()
-    algorithm.begin(model, num_clients=2)
+    algorithm.prepare(model, num_clients=2)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     delta = {name: torch.full_like(value, -3 if value.dtype == torch.int64 else -0.5) for name, value in state.items()}
     updates = [Update(k, 1, 10, delta=delta) for k in (1, 2)]
@@ -153,11 +153,11 @@ def test_buffers_move_by_the_mean_and_whole_numbers_stay_whole(kind: type[Server
     assert algorithm.state_dict()["moments"].keys() == {"weight", "bias"}
 
 
-def test_a_parameter_of_two_names_is_stepped_under_both() -> None:
+def test_a_parameter_with_two_names_is_stepped_under_both() -> None:
     tied = nn.ModuleDict({"first": nn.Linear(2, 2, bias=False), "last": nn.Linear(2, 2, bias=False)})
     tied["last"].weight = tied["first"].weight
     algorithm = FedAdam()
-    algorithm.begin(tied, num_clients=1)
+    algorithm.prepare(tied, num_clients=1)
     state = tied.state_dict()
     update = Update(1, 1, 10, delta={name: torch.ones_like(value) for name, value in state.items()})
     after = algorithm.aggregate(state, [update], weighted_mean)
@@ -165,12 +165,12 @@ def test_a_parameter_of_two_names_is_stepped_under_both() -> None:
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_entries_that_are_not_in_the_update_stay(kind: type[ServerOptimizer]) -> None:
+def test_entries_missing_from_the_update_are_unchanged(kind: type[ServerOptimizer]) -> None:
     weights = {**_weights(), "head": torch.tensor(1.0)}
     assert kind().aggregate(weights, ROUNDS[0], weighted_mean)["head"] is weights["head"]
 
 
-def test_squares_of_half_precision_are_kept_in_full() -> None:
+def test_second_moments_of_half_precision_are_stored_in_full_precision() -> None:
     algorithm = FedAdam()
     update = Update(1, 1, 10, delta={"w": torch.tensor([1e-4], dtype=torch.float16)})
     after = algorithm.aggregate({"w": torch.ones(1, dtype=torch.float16)}, [update], weighted_mean)
@@ -179,7 +179,7 @@ def test_squares_of_half_precision_are_kept_in_full() -> None:
     assert algorithm.state_dict()["moments"]["w"]["v"].item() == pytest.approx(0.99e-6 + 1e-10, rel=1e-3)
 
 
-def test_the_step_is_made_with_the_mean_that_the_server_chose() -> None:
+def test_the_server_step_uses_the_chosen_aggregator() -> None:
     updates = [*_round(0.6, 0.6), Update(3, 1, 10**6, delta={"w": torch.full((2,), 1e30, dtype=torch.float64)})]
     after = FedAdam().aggregate(_weights(), updates, CoordinateMedian())
     assert after["w"][0].item() == pytest.approx(0.5 + KNOWN[FedAdam][0], abs=1e-12)
@@ -196,12 +196,12 @@ def test_the_step_is_made_with_the_mean_that_the_server_chose() -> None:
         (lambda: FedAdam(tau=float("nan")), "tau: expected a number above 0, got nan"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(make: Callable[[], Any], words: str) -> None:
+def test_server_optimizers_reject_invalid_arguments(make: Callable[[], Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         make()
 
 
-def test_they_show_what_is_not_the_default() -> None:
+def test_the_repr_shows_settings_that_are_not_defaults() -> None:
     assert repr(FedAdam(server_learning_rate=0.01)) == "FedAdam(server_learning_rate=0.01)"
     assert repr(FedAvgM()) == "FedAvgM()"
 
@@ -217,7 +217,7 @@ def _flower(name: str, **settings: Any) -> Any:
 
 
 def _from_nothing(algorithm: ServerOptimizer) -> ServerOptimizer:
-    """Flower's v begins at 0, and not at τ²."""
+    """Flower's v starts at 0, and not at τ²."""
     nothing = torch.zeros(2, dtype=torch.float64)
     algorithm.load_state_dict({"moments": {"w": {"m": nothing, "v": nothing}}})
     return algorithm
@@ -232,12 +232,14 @@ def _from_nothing(algorithm: ServerOptimizer) -> ServerOptimizer:
     ],
     ids=["FedAvgM", "FedAdagrad", "FedYogi"],
 )
-def test_flower_makes_the_same_of_three_rounds(ours: Callable[[], Any], name: str, settings: dict[str, Any]) -> None:
+def test_flower_gives_the_same_result_after_three_rounds(
+    ours: Callable[[], Any], name: str, settings: dict[str, Any]
+) -> None:
     expected = _after(_flower(name, **settings), ROUNDS)
     assert _after(ours(), ROUNDS)["w"].tolist() == pytest.approx(expected["w"].tolist(), abs=1e-12)
 
 
-def test_flower_makes_the_same_with_adam_but_for_its_rates() -> None:
+def test_flower_adam_gives_the_same_result_with_rates_converted() -> None:
     """Flower corrects the rate for the beginning of the moments, as Kingma and Ba do, one round ahead."""
     ours, theirs, weights = _from_nothing(FedAdam()), _flower("FedAdam"), _weights()
     assert isinstance(ours, FedAdam)

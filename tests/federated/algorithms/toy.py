@@ -56,7 +56,7 @@ def toy(algorithm: Algorithm, *, start: float = 0.0, rounds: int = 200, **settin
 
 
 class Blobs(Datasource):
-    """Three classes, unequal clients, each with a shift of its own."""
+    """Three classes and unequal clients, each with a different shift."""
 
     def __init__(self, sizes: Sequence[int] = (25, 7, 40, 16), dtype: torch.dtype = torch.float64) -> None:
         self.sizes, self.dtype = sizes, dtype
@@ -93,8 +93,8 @@ def federation(algorithm: Algorithm | None = None, *, trainer: Any = None, **set
 
     Args:
         algorithm: None for FedAvg.
-        trainer: Of the clients; by default two epochs of shuffled batches of 8, and SGD with momentum.
-        settings: Of the server, over `rounds=3`, `per_round=4` and `seed=3`; also `model`, `data`.
+        trainer: The trainer of the clients; by default two epochs of shuffled batches of 8, and SGD with momentum.
+        settings: Settings of the server, over `rounds=3`, `per_round=4` and `seed=3`; also `model`, `data`.
     """
     trainer = trainer or ComposableTrainer(
         optimizer_strategy=SGDOptimizerStrategy(lr=0.1, momentum=0.5),
@@ -105,7 +105,7 @@ def federation(algorithm: Algorithm | None = None, *, trainer: Any = None, **set
     )
     data = settings.pop("data", None) or Blobs()
     model = settings.pop("model", None) or mlp
-    wishes = {"rounds": 3, "per_round": data.num_clients, "total_clients": data.num_clients, "seed": 3, **settings}
-    server = Server(model, data, algorithm, trainer=trainer, **wishes)
+    requests = {"rounds": 3, "per_round": data.num_clients, "total_clients": data.num_clients, "seed": 3, **settings}
+    server = Server(model, data, algorithm, trainer=trainer, **requests)
     server.run(Client(trainer=trainer))
     return server

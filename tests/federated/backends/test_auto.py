@@ -20,11 +20,11 @@ class Plain:
         return Update(task.client_id, task.round, 1), state
 
 
-class Foreseeing(Plain):
+class Estimating(Plain):
     def __init__(self, samples: int) -> None:
         self.samples = samples
 
-    def effort(self, task: Task) -> float:
+    def estimate_cost(self, task: Task) -> float:
         return self.samples
 
 
@@ -41,55 +41,55 @@ def picked(auto: Auto, worker: Plain, work: list[Work]) -> tuple[str, str]:
 
 
 @several_cores
-def test_much_work_goes_to_processes() -> None:
-    assert picked(Auto(), Foreseeing(6000), round_of(10, 100_000)) == (
+def test_auto_chooses_processes_for_much_work() -> None:
+    assert picked(Auto(), Estimating(6000), round_of(10, 100_000)) == (
         "Process",
         "a round of 10 clients is about 4 s of work",
     )
 
 
 @several_cores
-def test_little_work_stays_here() -> None:
-    assert picked(Auto(), Foreseeing(32), round_of(10, 100)) == (
+def test_auto_chooses_the_serial_backend_for_little_work() -> None:
+    assert picked(Auto(), Estimating(32), round_of(10, 100)) == (
         "Sequential",
         "a round of 10 clients is about 0.002 s of work",
     )
 
 
-def test_one_worker_stays_here() -> None:
-    assert picked(Auto(num_workers=1), Foreseeing(6000), round_of(10, 100_000)) == (
+def test_auto_chooses_the_serial_backend_for_one_worker() -> None:
+    assert picked(Auto(num_workers=1), Estimating(6000), round_of(10, 100_000)) == (
         "Sequential",
-        "one client is at work at a time",
+        "num_workers is 1",
     )
 
 
 @several_cores
-def test_one_client_stays_here() -> None:
-    assert picked(Auto(), Foreseeing(6000), round_of(1, 100_000)) == ("Sequential", "a round has one client")
+def test_auto_chooses_the_serial_backend_for_one_client() -> None:
+    assert picked(Auto(), Estimating(6000), round_of(1, 100_000)) == ("Sequential", "a round has one client")
 
 
-def test_a_timeout_needs_a_process_that_can_be_stopped() -> None:
+def test_a_timeout_requires_a_process_backend() -> None:
     assert picked(Auto(timeout=10.0), Plain(), round_of(1))[0] == "Process"
 
 
-def test_it_says_once_what_it_picked(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_logs_its_choice_once(caplog: pytest.LogCaptureFixture) -> None:
     auto = Auto(num_workers=1)
     auto.start(Plain())
     with caplog.at_level(logging.INFO, "dovetail.federated"):
         assert len(list(auto.run(round_of(3)))) == 3
         assert len(list(auto.run(round_of(2)))) == 2
-    assert auto.choice == "backend: sequential, because one client is at work at a time"
+    assert auto.choice == "backend: sequential, because num_workers is 1"
     assert caplog.messages == [auto.choice]
 
 
 @pytest.mark.parametrize("name", ["auto", "process", "ray", "sequential"])
-def test_backends_have_names(name: str) -> None:
+def test_backends_are_registered_by_name(name: str) -> None:
     backend = backends.get(name)(num_workers=2, timeout=None)
     assert isinstance(backend, Backend)
     assert type(backend).__name__.lower() == name
 
 
-def test_what_ran_is_what_was_picked() -> None:
+def test_the_records_name_the_chosen_backend() -> None:
     auto = Auto(num_workers=1)
     auto.start(Plain())
     assert (auto.name, auto.ran_on) == ("auto", "auto")

@@ -60,7 +60,7 @@ class Hoarding(Sequential):
 
 
 class Lagging(Sequential):
-    """Goes on with the round that was left early."""
+    """Continues the round that was ended early."""
 
     def start(self, worker: Worker) -> None:
         super().start(worker)
@@ -91,11 +91,11 @@ BROKEN: list[tuple[type[Backend], str]] = [
 
 
 @pytest.mark.parametrize(("kind", "test"), BROKEN, ids=lambda it: getattr(it, "__name__", it))
-def test_a_broken_backend_is_found(kind: type[Backend], test: str) -> None:
+def test_the_contract_finds_a_broken_backend(kind: type[Backend], test: str) -> None:
     tested = type("Tested", (BackendContract,), {"make": lambda self: kind(), "__test__": False})()
     with pytest.raises((AssertionError, ValueError, AttributeError)):
         getattr(tested, test)()
 
 
-def test_every_test_bites() -> None:
+def test_every_contract_test_fails_for_some_broken_backend() -> None:
     assert {test for _, test in BROKEN} == {name for name in dir(BackendContract) if name.startswith("test_")}

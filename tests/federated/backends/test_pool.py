@@ -1,4 +1,4 @@
-"""Who gets which task, with workers whose seconds are made up."""
+"""Assignment of tasks to workers, with simulated durations."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 
 from dovetail.federated.backends import Done, pool
 from dovetail.federated.backends.base import Work, Worker
-from dovetail.federated.backends.pool import News, Pool, Seat
+from dovetail.federated.backends.pool import Pool, WorkerHandle, WorkerReport
 from dovetail.federated.messages import Task, Update
 
 
 @dataclass(eq=False, kw_only=True)
-class _Rated(Seat):
-    seconds_per_effort: float
+class _Rated(WorkerHandle):
+    seconds_per_cost: float
 
 
 class _Imagined(Pool[_Rated]):
@@ -24,52 +24,52 @@ class _Imagined(Pool[_Rated]):
 
     ahead = 1
 
-    def __init__(self, efforts: Sequence[float], rates: Sequence[float]) -> None:
+    def __init__(self, costs: Sequence[float], rates: Sequence[float]) -> None:
         super().__init__(len(rates))
         self.now = 0.0
-        self._amounts, self._rates = efforts, list(rates)
+        self._amounts, self._rates = costs, list(rates)
 
-    def effort(self, task: Task) -> float:
+    def estimate_cost(self, task: Task) -> float:
         return self._amounts[task.client_id]
 
     def work(self, task: Task, state: Any) -> Any:
-        raise AssertionError("nobody works")
+        raise AssertionError("no worker runs")
 
     def _open(self, worker: Worker) -> None:
         pass
 
-    def _begin(self) -> _Rated:
-        return _Rated(seconds_per_effort=self._rates.pop(0), is_ready=True)
+    def _start_worker(self) -> _Rated:
+        return _Rated(seconds_per_cost=self._rates.pop(0), is_ready=True)
 
     def _pack(self, work: Sequence[Work]) -> None:
         pass
 
-    def _give(self, seat: _Rated, position: int) -> bool:
+    def _send_task(self, handle: _Rated, position: int) -> bool:
         return True
 
-    def _listen(self, timeout: float | None) -> Iterable[tuple[_Rated, News]]:
-        busy = [seat for seat in self._seats if seat.given]
+    def _receive_reports(self, timeout: float | None) -> Iterable[tuple[_Rated, WorkerReport]]:
+        busy = [handle for handle in self._handles if handle.assigned_tasks]
         if not busy:
             return
-        self.now, seat = min(((self._end_of(seat), seat) for seat in busy), key=lambda pair: pair[0])
-        yield seat, Done(Update(self._tasks[seat.given[0]].client_id, 1, 1), {})
+        self.now, handle = min(((self._end_of(handle), handle) for handle in busy), key=lambda pair: pair[0])
+        yield handle, Done(Update(self._tasks[handle.assigned_tasks[0]].client_id, 1, 1), {})
 
-    def _end_of(self, seat: _Rated) -> float:
-        return seat.since + seat.seconds_per_effort * self._amounts[seat.given[0]]
+    def _end_of(self, handle: _Rated) -> float:
+        return handle.task_started_at + handle.seconds_per_cost * self._amounts[handle.assigned_tasks[0]]
 
-    def _end(self, seat: _Rated) -> None:
+    def _stop_worker(self, handle: _Rated) -> None:
         pass
 
     def _size(self) -> int:
         return 2
 
 
-def ends(monkeypatch: pytest.MonkeyPatch, efforts: Sequence[float], rates: Sequence[float]) -> dict[int, float]:
+def ends(monkeypatch: pytest.MonkeyPatch, costs: Sequence[float], rates: Sequence[float]) -> dict[int, float]:
     """Return when each client has answered."""
-    backend = _Imagined(efforts, rates)
+    backend = _Imagined(costs, rates)
     monkeypatch.setattr(pool.time, "monotonic", lambda: backend.now)
     backend.start(backend)
-    work: list[Work] = [(Task(1, number, {}), {}) for number in range(len(efforts))]
+    work: list[Work] = [(Task(1, number, {}), {}) for number in range(len(costs))]
     return {outcome.update.client_id: backend.now for outcome in backend.run(work) if isinstance(outcome, Done)}
 
 
@@ -78,15 +78,15 @@ def test_equal_workers_share_equal_work(monkeypatch: pytest.MonkeyPatch) -> None
     assert max(found.values()) == 4.0
 
 
-def test_the_next_task_goes_to_whoever_will_be_free_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_task_goes_to_the_worker_that_is_free_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """One worker is three times as slow as the other, which shows in its first answer."""
     found = ends(monkeypatch, [1.0] * 8, rates=[1.0, 3.0])
     assert len(found) == 8
     assert max(found.values()) == 6.0
 
 
-def test_what_a_worker_has_done_so_far_says_how_fast_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_speed_of_a_worker_is_estimated_from_its_finished_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The best that can be had: both have something to do until the end."""
-    efforts, rates = [5.0, 5.0, 4.0, 4.0, 3.0, 3.0, 2.0, 2.0, 1.0, 1.0], [1.0, 1.5]
-    found = ends(monkeypatch, efforts, rates)
-    assert max(found.values()) == pytest.approx(sum(efforts) / sum(1 / rate for rate in rates))
+    costs, rates = [5.0, 5.0, 4.0, 4.0, 3.0, 3.0, 2.0, 2.0, 1.0, 1.0], [1.0, 1.5]
+    found = ends(monkeypatch, costs, rates)
+    assert max(found.values()) == pytest.approx(sum(costs) / sum(1 / rate for rate in rates))

@@ -23,8 +23,8 @@ from forked import forking, run, start
 
 from dovetail.errors import ConfigError
 from dovetail.federated.backends import Backend, Done, Process, Sequential, Worker, WorkerError, processes
-from dovetail.federated.backends import nursery as nurseries
-from dovetail.federated.backends.parcels import Block, Mailbox, packed
+from dovetail.federated.backends import fork_server as fork_servers
+from dovetail.federated.backends.shared_memory import Block, Mailbox, pack
 from dovetail.federated.messages import Fault, Task, Update
 from dovetail.federated.states import ClientState
 
@@ -60,7 +60,7 @@ def test_workers_are_started_once() -> None:
     assert os.getpid() not in set.union(*pids)
 
 
-def test_clients_are_at_work_at_the_same_time(tmp_path: Path) -> None:
+def test_clients_run_in_parallel(tmp_path: Path) -> None:
     """Each of two clients waits for the other."""
 
     def meet(mine: str, other: str) -> None:
@@ -72,7 +72,7 @@ def test_clients_are_at_work_at_the_same_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_a_client_whose_process_is_killed_is_left_out_and_the_round_goes_on(num_workers: int) -> None:
+def test_a_killed_client_is_left_out_and_the_round_continues(num_workers: int) -> None:
     with running(Doing({3: die}), num_workers) as backend:
         first, second = list(backend.run(tasks(6))), list(backend.run(tasks(2, number=2)))
     reason = "its process was ended by SIGKILL (the system does so when memory is short)"
@@ -81,13 +81,13 @@ def test_a_client_whose_process_is_killed_is_left_out_and_the_round_goes_on(num_
     assert done(second).keys() == {1, 2}
 
 
-def test_a_client_that_leaves_is_told_with_its_exit_code() -> None:
+def test_a_client_that_exits_is_reported_with_its_exit_code() -> None:
     with running(Doing({1: lambda: sys.exit(7)})) as backend:
         (fault,) = faults(list(backend.run(tasks(2))))
     assert fault == Fault(1, 1, "crashed", "its process ended with exit code 7")
 
 
-def test_a_worker_that_dies_between_rounds_costs_no_client() -> None:
+def test_a_worker_that_dies_between_rounds_loses_no_client() -> None:
     with running(Doing(), num_workers=1) as backend:
         (before,) = done(list(backend.run(tasks(1)))).values()
         os.kill(before["pid"], signal.SIGKILL)
@@ -98,20 +98,20 @@ def test_a_worker_that_dies_between_rounds_costs_no_client() -> None:
 
 
 @pytest.mark.usefixtures("forking")
-def test_a_nursery_that_is_killed_is_replaced() -> None:
+def test_a_killed_fork_server_is_replaced() -> None:
     with running(Doing()) as backend:
         list(backend.run(tasks(8)))
         # All of them: one alone may have done all the work.
-        pids = [seat.pid for seat in backend._seats]
-        home = nurseries.nursery()
+        pids = [handle.pid for handle in backend._handles]
+        home = fork_servers.fork_server()
         os.kill(home._process.pid, signal.SIGKILL)
         wait_until(lambda: all(map(is_gone, pids)))
         outcomes = list(backend.run(tasks(4)))
     assert faults(outcomes) == []
-    assert nurseries.nursery() is not home
+    assert fork_servers.fork_server() is not home
 
 
-def test_a_client_that_takes_too_long_is_left_out_and_its_process_ended(tmp_path: Path) -> None:
+def test_a_client_over_the_timeout_is_left_out_and_its_process_ended(tmp_path: Path) -> None:
     def hang_for_long() -> None:
         (tmp_path / "pid").write_text(str(os.getpid()))
         hang()
@@ -123,59 +123,59 @@ def test_a_client_that_takes_too_long_is_left_out_and_its_process_ended(tmp_path
     assert done(outcomes).keys() == {1, 3, 4}
 
 
-def test_a_client_that_takes_too_long_is_not_waited_for_once_more() -> None:
-    """Its worker is at work, and does not leave by itself."""
+def test_a_client_over_the_timeout_is_waited_for_only_once() -> None:
+    """Its worker is busy, and does not exit by itself."""
     with running(Doing({1: hang}), num_workers=1, timeout=0.5) as backend:
-        began = time.monotonic()
+        start_time = time.monotonic()
         assert len(faults(list(backend.run(tasks(1))))) == 1
-        assert time.monotonic() - began < 0.5 + processes._GRACE / 2
+        assert time.monotonic() - start_time < 0.5 + processes._GRACE / 2
 
 
-class Foreseeing(Doing):
-    """Knows how much there is to do."""
+class Estimating(Doing):
+    """Has a cost estimate for each client."""
 
-    def effort(self, task: Task) -> float:
+    def estimate_cost(self, task: Task) -> float:
         return {1: 10.0, 2: 40.0, 3: 20.0, 4: 30.0}[task.client_id]
 
 
-def test_the_longest_work_is_first() -> None:
-    with running(Foreseeing(), num_workers=1) as backend:
+def test_the_longest_task_starts_first() -> None:
+    with running(Estimating(), num_workers=1) as backend:
         assert list(done(list(backend.run(tasks(4))))) == [2, 4, 3, 1]
 
 
-def test_a_worker_has_its_next_task_before_it_has_answered(tmp_path: Path) -> None:
+def test_a_worker_receives_its_next_task_before_it_answers(tmp_path: Path) -> None:
     """The first client waits until the server has given its worker another one."""
 
     def wait() -> None:
         wait_until((tmp_path / "given").exists)
 
-    class Telling(Process):
-        def _give(self, seat: Any, position: int) -> bool:
-            is_given = super()._give(seat, position)
-            if seat.given:
+    class ReportingProcess(Process):
+        def _send_task(self, handle: Any, position: int) -> bool:
+            is_given = super()._send_task(handle, position)
+            if handle.assigned_tasks:
                 (tmp_path / "given").touch()
             return is_given
 
-    with started(Telling(num_workers=1), Foreseeing({2: wait})) as backend:
+    with started(ReportingProcess(num_workers=1), Estimating({2: wait})) as backend:
         outcomes = list(backend.run(tasks(4)))
     assert done(outcomes).keys() == {1, 2, 3, 4}
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_what_a_dead_worker_had_not_begun_is_done_by_another_one(num_workers: int) -> None:
-    with running(Foreseeing({2: die, 3: die}), num_workers) as backend:
+def test_unstarted_tasks_of_a_dead_worker_are_requeued(num_workers: int) -> None:
+    with running(Estimating({2: die, 3: die}), num_workers) as backend:
         outcomes = list(backend.run(tasks(4)))
     assert sorted(fault.client_id for fault in faults(outcomes)) == [2, 3]
     assert done(outcomes).keys() == {1, 4}
 
 
 @pytest.mark.parametrize(("deed", "left_out"), [(lambda: None, set()), (hang, {2})], ids=["answers", "hangs"])
-def test_tasks_and_answers_larger_than_a_pipe_keep_nobody_waiting(deed: Callable[[], Any], left_out: set[int]) -> None:
+def test_tasks_and_answers_larger_than_a_pipe_do_not_deadlock(deed: Callable[[], Any], left_out: set[int]) -> None:
     """The next task is given to a worker that does not read it yet, and may be about to answer, or never to."""
     work = [(task, {"plain": list(range(300_000))}) for task, _ in tasks(4)]
-    with running(Foreseeing({2: deed}), num_workers=1, timeout=3.0) as backend:
+    with running(Estimating({2: deed}), num_workers=1, timeout=3.0) as backend:
         outcomes: list[Any] = []
-        # A server that waits for ever cannot say so.
+        # A server that waits without end cannot report it.
         server = threading.Thread(target=lambda: outcomes.extend(backend.run(work)), daemon=True)
         server.start()
         server.join(60)
@@ -183,22 +183,22 @@ def test_tasks_and_answers_larger_than_a_pipe_keep_nobody_waiting(deed: Callable
     assert {fault.client_id for fault in faults(outcomes)} == left_out
 
 
-def test_work_that_is_not_foreseen_waits_for_whoever_is_free(tmp_path: Path) -> None:
+def test_tasks_without_a_cost_estimate_wait_for_a_free_worker(tmp_path: Path) -> None:
     """The first client waits for all others, so none of them may stand behind it."""
 
-    class Blind(Doing):
-        def effort(self, task: Task) -> None:
+    class Unknown(Doing):
+        def estimate_cost(self, task: Task) -> None:
             return None
 
     def wait() -> None:
         wait_until(lambda: len(list(tmp_path.iterdir())) == 5)
 
     others = {number: (tmp_path / str(number)).touch for number in range(2, 7)}
-    with running(Blind({1: wait, **others})) as backend:
+    with running(Unknown({1: wait, **others})) as backend:
         assert done(list(backend.run(tasks(6)))).keys() == set(range(1, 7))
 
 
-def test_the_data_are_in_memory_once() -> None:
+def test_workers_share_one_copy_of_the_data() -> None:
     """Workers map what the client holds, and what one changes is changed for itself alone."""
 
     class Holding:
@@ -220,7 +220,7 @@ def test_the_data_are_in_memory_once() -> None:
     assert first["is_mapped"]
 
 
-def test_a_worker_computes_as_the_server_does() -> None:
+def test_a_worker_computes_with_the_settings_of_the_server() -> None:
     def found() -> tuple[Any, ...]:
         return torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
 
@@ -235,8 +235,8 @@ def test_a_worker_computes_as_the_server_does() -> None:
     assert told == (torch.float64, True, 1)
 
 
-def test_what_all_clients_get_is_read_once_by_a_worker() -> None:
-    """All that several tasks have in common lies in one place: the weights, and what an algorithm sends."""
+def test_a_worker_reads_the_shared_weights_once() -> None:
+    """Everything that several tasks share is stored once: the weights, and the payload of an algorithm."""
     common = {"w": torch.arange(5.0), "c": torch.arange(3)}
 
     class Looking:
@@ -253,10 +253,10 @@ def test_what_all_clients_get_is_read_once_by_a_worker() -> None:
     assert [it.update.num_samples for it in outcomes if isinstance(it, Done)] == [1, 2, 3]
 
 
-def test_what_is_kept_of_a_letter_keeps_nothing_else_of_it_in_memory() -> None:
+def test_a_tensor_kept_from_a_message_does_not_keep_the_message_alive() -> None:
     here = Mailbox()
     there = Mailbox([os.dup(each) for each in here.descriptors])
-    update, state = packed(torch.ones(1000)).bulk, packed(torch.ones(3)).bulk
+    update, state = pack(torch.ones(1000)).bulk, pack(torch.ones(3)).bulk
     _, (large, small) = there.fetch(here.post("letter", [*update, *state]))
     assert (large.nbytes, small.nbytes) == (4000, 12)
     assert memoryview(small.obj).nbytes == 12
@@ -264,20 +264,20 @@ def test_what_is_kept_of_a_letter_keeps_nothing_else_of_it_in_memory() -> None:
     there.close()
 
 
-def test_an_answer_that_cannot_be_sent_is_the_fault_of_its_client() -> None:
+def test_an_answer_that_cannot_be_sent_is_a_fault_of_its_client() -> None:
     with running(Doing({1: threading.Lock})) as backend:
         (fault,) = faults(list(backend.run(tasks(2))))
     assert (fault.client_id, fault.reason) == (1, "TypeError: cannot pickle '_thread.lock' object")
 
 
-def test_a_client_that_cannot_be_sent_is_refused_in_one_sentence() -> None:
+def test_a_client_that_cannot_be_pickled_is_rejected_in_one_sentence() -> None:
     worker = Doing()
     worker.lock = threading.Lock()  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"the client or its data cannot be sent to other processes: cannot pickle"):
         Process(1).start(worker)
 
 
-def test_a_client_that_cannot_be_received_is_refused_in_one_sentence() -> None:
+def test_a_client_that_cannot_be_unpickled_is_rejected_in_one_sentence() -> None:
     with pytest.raises(ConfigError, match=r"the client cannot be received by another process: .*no such disk here"):
         Process(1).start(Fragile())
 
@@ -287,13 +287,13 @@ class Deadly(Doing):
         die()
 
 
-def test_workers_that_never_get_ready_are_given_up() -> None:
+def test_workers_that_never_become_ready_raise_an_error() -> None:
     with pytest.raises(WorkerError, match="workers cannot be started: its process was ended by SIGKILL"):
         Process(1).start(Deadly())
 
 
-def test_nothing_is_left_open() -> None:
-    nurseries.nursery()
+def test_a_closed_backend_leaves_no_open_files() -> None:
+    fork_servers.fork_server()
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     with running(Doing({1: die})) as backend:
@@ -303,8 +303,8 @@ def test_nothing_is_left_open() -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_memory_that_nobody_holds_any_more_is_let_go() -> None:
-    """As when a worker cannot be begun, and nobody is left to close what was made for it."""
+def test_unused_shared_memory_is_freed() -> None:
+    """As when a worker fails to start, so that its resources are not closed by it."""
     block = Block()
     descriptor = block.descriptor
     os.fstat(descriptor)
@@ -321,13 +321,13 @@ def test_memory_that_nobody_holds_any_more_is_let_go() -> None:
         ({"timeout": 0.0}, "timeout: expected a positive number"),
     ],
 )
-def test_impossible_numbers_are_refused(arguments: dict[str, Any], sentence: str) -> None:
+def test_invalid_numbers_of_workers_are_rejected(arguments: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         Process(**arguments)
 
 
 @pytest.mark.slow
-def test_a_script_needs_no_guard(tmp_path: Path) -> None:
+def test_a_script_needs_no_main_guard(tmp_path: Path) -> None:
     ended = run(SCRIPT, str(tmp_path), folder=tmp_path)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
     assert (tmp_path / "answers").read_text() == "[(1, 6.0), (2, 12.0)]"
@@ -336,7 +336,7 @@ def test_a_script_needs_no_guard(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_no_process_outlives_the_server(number: signal.Signals, tmp_path: Path) -> None:
-    # One of them has a nursery that no other process has forked.
+    # One of them has a fork server that no other process has forked.
     with (tmp_path / "log").open("w") as log, nullcontext() if number == signal.SIGKILL else forking():
         server = start(SCRIPT, str(tmp_path), "wait", folder=tmp_path, stdout=log, stderr=log)
         try:
@@ -347,12 +347,12 @@ def test_no_process_outlives_the_server(number: signal.Signals, tmp_path: Path) 
             server.wait(60)
         finally:
             server.kill()
-    assert len(others) == 3  # two workers and their nursery
+    assert len(others) == 3  # two workers and their fork server
     wait_until(lambda: all(map(is_gone, others)))
 
 
 @pytest.mark.slow
-def test_answers_of_a_federation_are_equal_bit_for_bit() -> None:
+def test_answers_of_processes_equal_serial_ones_bit_for_bit() -> None:
     from dovetail.clients import simple
     from dovetail.servers import fedavg
     from dovetail.trainers.composable import ComposableTrainer

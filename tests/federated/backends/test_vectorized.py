@@ -67,7 +67,7 @@ def trained(backend: str, kind: str, dtype: torch.dtype, rounds: int, **settings
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
 @pytest.mark.parametrize("kind", SHAPES)
-def test_ten_rounds_are_those_of_one_client_after_the_other(kind: str, dtype: torch.dtype, tolerance: float) -> None:
+def test_ten_vectorized_rounds_equal_serial_ones(kind: str, dtype: torch.dtype, tolerance: float) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         together, one_by_one = (trained(backend, kind, dtype, 10) for backend in ("vectorized", "sequential"))
@@ -84,7 +84,7 @@ def test_fleets_may_be_smaller_than_rounds() -> None:
         torch.testing.assert_close(value, parts.weights[name], rtol=0, atol=1e-12)
 
 
-def test_what_cannot_be_mapped_is_named_once_and_trained_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_that_cannot_be_vectorized_are_named_once_and_run_serially(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SHAPES, "dropout", (lambda: nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.5)), (6,)))
     sentence = "clients train one after the other: Dropout draws random numbers"
     with pytest.warns(UserWarning, match=sentence) as caught:
@@ -95,7 +95,7 @@ def test_what_cannot_be_mapped_is_named_once_and_trained_one_by_one(monkeypatch:
         assert torch.equal(value, one_by_one.weights[name])
 
 
-def test_clients_test_their_own_models() -> None:
+def test_clients_test_their_local_models() -> None:
     clients = ClientsConfig(total_clients=12, per_round=5, do_test=True)
     together, one_by_one = (
         trained(backend, "mlp", torch.float64, 1, clients=clients) for backend in ("vectorized", "sequential")
@@ -114,16 +114,16 @@ class Odd(nn.Module):
         return self.linear(x if float(x.sum()) > 0 else -x)
 
 
-def test_a_module_that_fails_together_works_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_cannot_be_vectorized_trains_serially(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SHAPES, "odd", (Odd, (6,)))
-    with pytest.warns(UserWarning, match=r"clients train one after the other: together they fail \(RuntimeError: "):
+    with pytest.warns(UserWarning, match=r"one after the other: training them at once failed \(RuntimeError: "):
         together = trained("vectorized", "odd", torch.float32, 1)
     assert torch.equal(
         together.weights["linear.weight"], trained("sequential", "odd", torch.float32, 1).weights["linear.weight"]
     )
 
 
-def test_a_schedule_that_continues_in_a_second_phase_is_that_of_each_client() -> None:
+def test_each_client_continues_its_schedule_in_a_second_phase() -> None:
     def weights(backend: str) -> Any:
         trainer = ComposableTrainer(
             lr_scheduler_strategy=LinearLRSchedulerStrategy(total_iters=20, interval="update"),
@@ -143,7 +143,7 @@ def test_a_schedule_that_continues_in_a_second_phase_is_that_of_each_client() ->
     torch.testing.assert_close(together, weights("sequential"), rtol=0, atol=0)
 
 
-def test_a_client_that_crashes_is_named_and_the_rest_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crashed_client_is_named_and_the_others_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     crashing = trained("sequential", "mlp", torch.float64, 1).records[0].reported[2]
     given = GeneratedData.train_data
 
@@ -173,7 +173,7 @@ class Batches(GeneratedData):
         return len(super().train_data(client_id)[1])
 
 
-def test_the_records_results_and_summary_name_the_backend_that_ran(tmp_path: Path) -> None:
+def test_records_results_and_summary_name_the_backend_used(tmp_path: Path) -> None:
     made = population((6,), torch.float32)
     text = io.StringIO()
     server = fedavg.Server(
@@ -201,7 +201,7 @@ def test_a_fleet_is_recorded_as_vectorized() -> None:
     assert rows_of(server.records, ["backend"]) == [{"backend": "vectorized"}]
 
 
-def test_fleets_of_one_round_that_train_in_both_ways_are_both_recorded() -> None:
+def test_a_round_with_vectorized_and_serial_clients_records_both() -> None:
     class Partly(GeneratedData):
         def train_data(self, client_id: int) -> Any:
             inputs, labels = super().train_data(client_id)

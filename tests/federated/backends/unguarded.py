@@ -1,4 +1,4 @@
-"""A script without `if __name__ == "__main__":` that runs clients of its own in two processes.
+"""A script without `if __name__ == "__main__":` that runs clients in two processes.
 
 `unguarded.py FOLDER` writes their answers to FOLDER/answers; `unguarded.py FOLDER wait` has clients that write the
 numbers of their processes to FOLDER and never end.
@@ -25,7 +25,7 @@ FACTOR = 3
 class Client:
     def work(self, task: Task, state: ClientState) -> tuple[Update, ClientState]:
         if WAITS:
-            # Renamed when it is whole: somebody reads it as soon as it is there.
+            # Renamed when it is complete, because the test reads it as soon as it exists.
             unfinished = FOLDER / f"unfinished-{task.client_id}"
             unfinished.write_text(f"{os.getpid()} {os.getppid()}")
             unfinished.replace(FOLDER / f"worker-{task.client_id}")

@@ -29,16 +29,16 @@ from dovetail.trainers.decorators import AMPTrainer, TimedTrainer
 from dovetail.trainers.strategies.base import ModelUpdateStrategy
 
 
-def _begun(algorithm: Algorithm | None = None, trainer: Any = None, **options: Any) -> Client:
+def _started(algorithm: Algorithm | None = None, trainer: Any = None, **options: Any) -> Client:
     client = Client(trainer=make_trainer() if trainer is None else trainer, **options)
     torch.manual_seed(1)
-    client.begin(make_model(), Blobs(own_tests=True), algorithm or FedAvg())
+    client.prepare(make_model(), Blobs(own_tests=True), algorithm or FedAvg())
     return client
 
 
 def _task(client_id: int = 1, round: int = 1, algorithm: Algorithm | None = None, **fields: Any) -> Task:
     torch.manual_seed(1)
-    stays = (algorithm or FedAvg()).stays
+    stays = (algorithm or FedAvg()).is_local
     weights = {name: value for name, value in make_model().state_dict().items() if not stays(name)}
     payload = (algorithm or FedAvg()).payload(client_id)
     return Task(round, client_id, weights, seed=17 * client_id + round, payload=payload, **fields)
@@ -52,9 +52,9 @@ def _delta(update: Update) -> dict[str, Any]:
     return dict(update.delta)
 
 
-def test_work_does_not_depend_on_what_was_done_before() -> None:
+def test_a_client_result_does_not_depend_on_earlier_work() -> None:
     algorithm = Everything()
-    fresh, used = _begun(algorithm), _begun(algorithm)
+    fresh, used = _started(algorithm), _started(algorithm)
     for other in (5, 2):
         used.work(_task(other, algorithm=algorithm), {})
     (first, state), (second, other_state) = (it.work(_task(3, 2, algorithm), {}) for it in (fresh, used))
@@ -62,9 +62,9 @@ def test_work_does_not_depend_on_what_was_done_before() -> None:
     _assert_same(state, other_state)
 
 
-def test_the_given_state_is_left_as_it_is() -> None:
+def test_the_received_state_is_not_changed() -> None:
     algorithm = Everything()
-    client = _begun(algorithm)
+    client = _started(algorithm)
     _, state = client.work(_task(1, 1, algorithm), {})
     before = copy.deepcopy(state)
     _, after = client.work(_task(1, 2, algorithm), state)
@@ -72,9 +72,9 @@ def test_the_given_state_is_left_as_it_is() -> None:
     assert (before["remembering"]["rounds"], after["remembering"]["rounds"]) == (1, 2)
 
 
-def test_what_a_client_gave_is_not_changed_by_the_next() -> None:
+def test_the_update_of_a_client_is_not_changed_by_the_next_client() -> None:
     algorithm = Everything()
-    client = _begun(algorithm)
+    client = _started(algorithm)
     update, state = client.work(_task(1, 1, algorithm), {})
     before = copy.deepcopy((_delta(update), dict(update.payload), state))
     client.work(_task(2, 1, algorithm), {})
@@ -84,15 +84,15 @@ def test_what_a_client_gave_is_not_changed_by_the_next() -> None:
 def test_the_task_is_not_changed() -> None:
     task = _task()
     before = copy.deepcopy(dict(task.weights))
-    _begun().work(task, {})
+    _started().work(task, {})
     _assert_same(dict(task.weights), before)
 
 
-def test_a_difference_is_one_piece_of_memory_for_each_type() -> None:
+def test_a_difference_is_one_contiguous_buffer_per_dtype() -> None:
     client = Client(lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)), trainer=make_trainer())
     model: Any = client.model
     task = replace(_task(), weights={name: value.clone() for name, value in model().state_dict().items()})
-    client.begin(model(), Blobs(), FedAvg())
+    client.prepare(model(), Blobs(), FedAvg())
     delta = _delta(client.work(task, {})[0])
     trained = client.trainer.context.model
     assert trained is not None
@@ -102,9 +102,9 @@ def test_a_difference_is_one_piece_of_memory_for_each_type() -> None:
     assert all(value.data_ptr() % 64 == 0 for value in delta.values())
 
 
-def test_what_stays_with_a_client_is_neither_received_nor_sent() -> None:
+def test_local_layers_are_neither_received_nor_sent() -> None:
     algorithm = Everything()
-    client = _begun(algorithm)
+    client = _started(algorithm)
     update, state = client.work(_task(1, 1, algorithm), {})
     assert set(state["model"]) == {"4.weight", "4.bias"}
     assert not any(name.startswith("4.") for name in update.delta)
@@ -112,7 +112,7 @@ def test_what_stays_with_a_client_is_neither_received_nor_sent() -> None:
     assert not torch.equal(*heads)
 
 
-def test_strategies_see_the_new_rounds_weights_when_training_starts() -> None:
+def test_strategies_see_the_weights_of_the_new_round_at_training_start() -> None:
     seen: list[Any] = []
 
     class Watch(ModelUpdateStrategy):
@@ -124,7 +124,7 @@ def test_strategies_see_the_new_rounds_weights_when_training_starts() -> None:
         def equip(self, strategies: Any) -> dict[str, Any]:
             return {"model_update": Watch()}
 
-    client = _begun(Watched())
+    client = _started(Watched())
     for round in (1, 2):
         task = _task(4, round)
         weights = {name: value + round for name, value in task.weights.items()}
@@ -134,14 +134,14 @@ def test_strategies_see_the_new_rounds_weights_when_training_starts() -> None:
 
 
 def test_updates_count_real_steps_and_samples() -> None:
-    update, _ = _begun().work(_task(2, config={"epochs": 3}), {})
+    update, _ = _started().work(_task(2, config={"epochs": 3}), {})
     assert (update.num_samples, update.num_updates) == (16, 12)
     assert update.metrics["loss"] > 0
     assert update.seconds > 0
 
 
-def test_a_client_can_judge_the_model() -> None:
-    client = _begun()
+def test_a_client_can_evaluate_the_model() -> None:
+    client = _started()
     update, state = client.work(_task(2, kind="evaluate"), {"kept": 1})
     assert (state, dict(update.delta)) == ({"kept": 1}, {})
     assert 0 <= update.metrics["accuracy"] <= 1
@@ -178,13 +178,13 @@ class _Late(_Shifted):
 
 
 @pytest.mark.parametrize("callback", [_Shifted, _Late, EMA, lambda: EarlyStopping("train_loss", patience=1)])
-def test_what_callbacks_remember_of_one_client_is_not_known_to_the_next(callback: Any) -> None:
-    fresh, used = (_begun(trainer_callbacks=[callback()]) for _ in range(2))
+def test_callback_state_is_not_shared_between_clients(callback: Any) -> None:
+    fresh, used = (_started(trainer_callbacks=[callback()]) for _ in range(2))
     used.work(_task(5, config={"epochs": 4}), {})
     _assert_same(_delta(used.work(_task(3), {})[0]), _delta(fresh.work(_task(3), {})[0]))
 
 
-def test_callbacks_hear_of_the_way_in_and_out() -> None:
+def test_callbacks_are_called_when_weights_arrive_and_leave() -> None:
     heard: list[Any] = []
 
     class Listen(ClientCallback):
@@ -200,21 +200,21 @@ def test_callbacks_hear_of_the_way_in_and_out() -> None:
     client = Client(trainer=make_trainer(), callbacks=[Listen])
     torch.manual_seed(1)
     inbound, outbound = Chain(["bfloat16"]), Chain(["quantization"])
-    client.begin(make_model(), Blobs(), FedAvg(), inbound=inbound, outbound=outbound)
+    client.prepare(make_model(), Blobs(), FedAvg(), inbound=inbound, outbound=outbound)
     packed = inbound.pack(_task().weights, seed=0)
     update, _ = client.work(Task(1, 6, packed), {})
     assert heard == [("received", 6, True), ("processed", "0.bias"), ("ready", "0.bias", 1)]
     assert "0.bias/levels" in update.delta
 
 
-def test_anything_else_is_no_callback() -> None:
+def test_an_object_that_is_not_a_callback_is_rejected() -> None:
     with pytest.raises(ConfigError, match="expected a ClientCallback"):
         Client(callbacks=[print])
 
 
-def test_a_begun_client_can_be_sent_to_another_process() -> None:
+def test_a_started_client_can_be_sent_to_another_process() -> None:
     algorithm = Everything()
-    client = _begun(algorithm)
+    client = _started(algorithm)
     sent = pickle.loads(cloudpickle.dumps(client))
     (first, state), (second, other) = (it.work(_task(3, 1, algorithm), {}) for it in (client, sent))
     _assert_same(_delta(first), _delta(second))
@@ -253,10 +253,10 @@ class Plain(ComposableTrainer):
 
 
 @pytest.mark.parametrize("form", _TRAINERS)
-def test_a_trainer_of_any_form_trains_the_same(form: str) -> None:
+def test_every_kind_of_trainer_gives_the_same_update(form: str) -> None:
     # Basic trainers shuffle in another order.
     kind = {"a basic trainer": Trainer, "a single process": SingleProcess}.get(form, ComposableTrainer)
-    clients = [_begun(Everything(), trainer) for trainer in (kind(**_PLAIN), _TRAINERS[form]())]
+    clients = [_started(Everything(), trainer) for trainer in (kind(**_PLAIN), _TRAINERS[form]())]
     answers = []
     for client in clients:
         _without_dropout(client)
@@ -271,24 +271,24 @@ def _without_dropout(client: Client) -> None:
     model[2].p = 0.0
 
 
-def test_add_ons_and_precision_take_effect() -> None:
-    expected, _ = _begun(trainer=ComposableTrainer(**_PLAIN)).work(_task(3), {})
+def test_add_ons_and_precision_take_effect_in_clients() -> None:
+    expected, _ = _started(trainer=ComposableTrainer(**_PLAIN)).work(_task(3), {})
     for trainer in (
         ComposableTrainer.add_on(Doubled)(**_PLAIN),
         AMPTrainer(ComposableTrainer(**_PLAIN), precision="bf16"),
     ):
-        update, _ = _begun(trainer=trainer).work(_task(3), {})
+        update, _ = _started(trainer=trainer).work(_task(3), {})
         assert not torch.equal(update.delta["0.weight"], expected.delta["0.weight"])
 
 
-def test_anything_else_is_no_trainer() -> None:
+def test_an_object_that_is_not_a_trainer_is_rejected() -> None:
     with pytest.raises(ConfigError, match="expected a trainer, or a class or function that makes one, got 3"):
-        _begun(trainer=3)
+        _started(trainer=3)
     with pytest.raises(ConfigError, match="expected a trainer"):
-        _begun(trainer=dict)
+        _started(trainer=dict)
 
 
-def test_weights_that_do_not_fit_are_told() -> None:
+def test_weights_that_do_not_fit_the_model_raise_an_error() -> None:
     model = nn.Linear(2, 1)
     with pytest.raises(ConfigError, match="the model has no 'other'"):
         load_weights(model, {"other": torch.zeros(1)})

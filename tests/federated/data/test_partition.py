@@ -61,7 +61,7 @@ def rows(partition: Partition) -> list[list[int]]:
     num_clients=st.integers(1, 6),
     seed=st.integers(0, 2**40),
 )
-def test_no_sample_has_two_owners_and_none_is_forgotten(
+def test_every_sample_belongs_to_exactly_one_client(
     name: str, num_labels: int, num_samples: int, num_clients: int, seed: int
 ) -> None:
     labels = np.arange(num_samples) % num_labels
@@ -69,7 +69,7 @@ def test_no_sample_has_two_owners_and_none_is_forgotten(
     dealt = sorted(partition.indices.tolist())
     assert len(set(dealt)) == len(dealt)
     if "label_quantity" not in name or num_clients > num_labels:
-        # Where clients are few and have few labels, there are labels that nobody has.
+        # With few clients and few labels per client, some labels have no client.
         assert dealt == list(range(num_samples))
     assert len(partition) == num_clients
     assert partition.sizes.tolist() == [len(samples) for samples in partition]
@@ -97,7 +97,7 @@ def test_tensors_arrays_lists_and_names_are_the_same_labels(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", WAYS)
-def test_a_million_samples_go_to_a_hundred_thousand_clients(name: str) -> None:
+def test_a_million_samples_can_be_split_over_a_hundred_thousand_clients(name: str) -> None:
     labels = np.arange(1_000_000) % 10
     partition = make_partition(name, labels, 100_000, **WAYS[name])
     assert int(partition.sizes.min()) >= 1
@@ -116,23 +116,23 @@ def test_client_ids_count_from_one() -> None:
             partition.of(client_id)
 
 
-def test_what_is_done_to_samples_leaves_the_partition_alone() -> None:
+def test_changing_returned_indices_does_not_change_the_partition() -> None:
     partition = Partition.from_lists([[1, 2]])
     partition.of(1).zero_()
     assert partition.of(1).tolist() == [1, 2]
 
 
-def test_a_partition_of_nobody_is_refused() -> None:
+def test_a_partition_without_clients_is_rejected() -> None:
     with pytest.raises(ConfigError, match="at least one client"):
         Partition.from_lists([])
 
 
-def test_the_table_counts_labels() -> None:
+def test_the_partition_table_counts_labels() -> None:
     partition = Partition.from_lists([[0, 1, 2], [3], [], [3, 4]])
     assert partition.table([5, 5, 9, 9, 7]).tolist() == [[2, 0, 1], [0, 0, 1], [0, 0, 0], [0, 1, 1]]
 
 
-def test_the_table_of_shared_runs_counts_for_everyone() -> None:
+def test_the_table_of_overlapping_partitions_counts_samples_per_client() -> None:
     assert all_inclusive(LABELS, 3).table(LABELS).tolist() == [[100] * 10] * 3
 
 
@@ -143,13 +143,13 @@ def test_iid_sizes_differ_by_one_at_most() -> None:
     assert sorted(iid(11, 4).sizes.tolist()) == [2, 3, 3, 3]
 
 
-def test_iid_gives_as_much_as_it_is_told() -> None:
+def test_iid_gives_each_client_the_requested_size() -> None:
     partition = iid(100, 4, partition_size=7)
     assert partition.sizes.tolist() == [7] * 4
     assert len(set(partition.indices.tolist())) == 28
 
 
-def test_iid_clients_may_draw_from_the_whole() -> None:
+def test_iid_clients_may_draw_from_the_whole_dataset() -> None:
     partition = iid(10, 5, partition_size=8, overlap=True)
     assert [len(set(row)) for row in rows(partition)] == [8] * 5
     assert len({tuple(row) for row in rows(partition)}) > 1
@@ -164,7 +164,7 @@ def test_shares_of_a_label_have_the_spread_of_the_dirichlet_distribution() -> No
     assert shares.square().mean().item() == pytest.approx(second_moment, rel=0.05)
 
 
-def test_a_large_alpha_makes_all_clients_alike() -> None:
+def test_a_large_alpha_gives_similar_clients() -> None:
     table = dirichlet(LABELS, 5, alpha=1e12).table(LABELS)
     assert int((table - 20).abs().max()) <= 1
 
@@ -174,22 +174,22 @@ def test_a_small_alpha_gives_each_label_to_one_client() -> None:
     assert (table == 100).sum(dim=0).tolist() == [1] * 10
 
 
-def test_one_client_has_everything() -> None:
+def test_a_single_client_has_all_samples() -> None:
     assert dirichlet(LABELS, 1, alpha=0.1).of(1).tolist() == list(range(1000))
 
 
-def test_those_who_have_most_give_to_those_who_have_less() -> None:
+def test_the_largest_clients_give_samples_to_the_smallest() -> None:
     sizes = sorted(sample_quantity(100, 10, size_alpha=1e-9, min_samples=3).sizes.tolist())
     assert sizes == [3] * 9 + [73]
 
 
-def test_giving_takes_from_the_largest_only() -> None:
+def test_only_the_largest_clients_give_samples() -> None:
     plain = dirichlet(LABELS, 20, alpha=0.05, min_samples=0, seed=3).sizes
     repaired = dirichlet(LABELS, 20, alpha=0.05, min_samples=20, seed=3).sizes
     lacking = plain < 20
     assert repaired[lacking].tolist() == [20] * int(lacking.sum())
     level = int(repaired.max())
-    # Whoever stood below the level that is left of the largest keeps what they had.
+    # Clients below the remaining level of the largest client keep their samples.
     untouched = ~lacking & (plain < level)
     assert int(lacking.sum()) > 0
     assert torch.equal(repaired[untouched], plain[untouched])
@@ -197,7 +197,7 @@ def test_giving_takes_from_the_largest_only() -> None:
 
 @settings(max_examples=40)
 @given(min_samples=st.integers(0, 12), seed=st.integers(0, 1000))
-def test_nobody_has_less_than_asked_for(min_samples: int, seed: int) -> None:
+def test_every_client_has_at_least_the_minimum_size(min_samples: int, seed: int) -> None:
     for partition in (
         dirichlet(LABELS[:120], 10, alpha=0.05, min_samples=min_samples, seed=seed),
         sample_quantity(120, 10, size_alpha=0.05, min_samples=min_samples, seed=seed),
@@ -207,7 +207,7 @@ def test_nobody_has_less_than_asked_for(min_samples: int, seed: int) -> None:
         assert int(partition.sizes.sum()) == 120
 
 
-def test_dirichlet_clients_of_one_size_have_labels_of_their_own() -> None:
+def test_dirichlet_clients_of_equal_size_have_different_label_mixes() -> None:
     partition = dirichlet(LABELS, 10, alpha=0.1, partition_size=50)
     assert partition.sizes.tolist() == [50] * 10
     assert len(set(partition.indices.tolist())) == 500
@@ -233,7 +233,7 @@ def test_overlapping_clients_draw_labels_by_weight() -> None:
     assert table.max(dim=1).values.tolist() == [100] * 20
 
 
-def test_shards_are_runs_of_sorted_labels() -> None:
+def test_shards_are_contiguous_in_sorted_labels() -> None:
     partition = shards(LABELS, 10, shards_per_client=2)
     table = partition.table(LABELS)
     # Twenty shards of fifty samples: half a label each.
@@ -241,13 +241,13 @@ def test_shards_are_runs_of_sorted_labels() -> None:
     assert table.sum(dim=1).tolist() == [100] * 10
 
 
-def test_shards_leave_no_remainder_behind() -> None:
+def test_shards_leave_no_sample_unassigned() -> None:
     partition = shards(LABELS[:103], 5, shards_per_client=2)
     assert int(partition.sizes.sum()) == 103
     assert int(partition.sizes.max() - partition.sizes.min()) <= 2
 
 
-def test_each_client_has_k_labels_and_each_label_somebody() -> None:
+def test_each_client_has_k_labels_and_each_label_has_a_client() -> None:
     for k in range(1, 11):
         table = label_quantity(LABELS, 15, classes_per_client=k, seed=k).table(LABELS)
         assert (table > 0).sum(dim=1).tolist() == [k] * 15
@@ -256,7 +256,7 @@ def test_each_client_has_k_labels_and_each_label_somebody() -> None:
         assert max(int(column.max() - column.min()) for column in held) <= 1
 
 
-def test_a_label_with_too_few_samples_is_named() -> None:
+def test_a_label_with_too_few_samples_is_named_in_the_error() -> None:
     with pytest.raises(DataError, match="label 'rare' has 1 samples for 4 clients"):
         label_quantity(["rare"] + ["common"] * 20, 4, classes_per_client=2)
 
@@ -270,7 +270,7 @@ def test_anchored_clients_share_their_labels() -> None:
     assert not {3, 9} & {label for row in others for label in row}
 
 
-def test_sample_quantity_keeps_the_mix_of_labels() -> None:
+def test_sample_quantity_keeps_the_label_mix() -> None:
     labels = np.arange(100_000) % 2
     partition = sample_quantity(labels, 5, size_alpha=1.0, min_samples=5000)
     table = partition.table(labels)
@@ -278,19 +278,19 @@ def test_sample_quantity_keeps_the_mix_of_labels() -> None:
     assert partition.sizes.max() > 1.5 * partition.sizes.min()
 
 
-def test_mixed_has_fair_clients_and_skewed_ones() -> None:
+def test_mixed_has_iid_and_skewed_clients() -> None:
     labels = np.arange(100_000) % 10
     partition = mixed(labels, 10, non_iid_clients=[2, 5, 7], alpha=0.05)
     table = partition.table(labels)
     skewed = torch.tensor([1, 4, 6])
     fair = torch.tensor([0, 2, 3, 5, 7, 8, 9])
     assert (table[fair] - 1000).abs().max() < 120
-    # Each label that the skewed ones have lies nearly all with one of them.
+    # Each label of the skewed clients belongs almost entirely to one of them.
     assert (table[skewed].max(dim=0).values / table[skewed].sum(dim=0)).mean() > 0.8
     assert partition.sizes[fair].tolist() == [10_000] * 7
 
 
-def test_mixed_takes_a_number_for_the_first_ones() -> None:
+def test_mixed_accepts_the_number_of_skewed_clients() -> None:
     assert same(mixed(LABELS, 6, non_iid_clients=2), mixed(LABELS, 6, non_iid_clients=[1, 2]))
 
 
@@ -300,7 +300,7 @@ def test_orthogonal_clients_have_no_label_in_common() -> None:
     assert table.sum(dim=1).tolist() == [200] * 5
 
 
-def test_orthogonal_groups_share_their_labels_among_themselves() -> None:
+def test_orthogonal_groups_share_their_labels_among_their_clients() -> None:
     table = orthogonal(LABELS, 4, num_groups=2).table(LABELS)
     assert (table > 0).tolist() == [[True] * 5 + [False] * 5, [False] * 5 + [True] * 5] * 2
     assert table.sum(dim=1).tolist() == [250] * 4
@@ -312,7 +312,7 @@ def test_orthogonal_groups_may_be_named() -> None:
     assert table.sum(dim=1).tolist() == [200, 100]
 
 
-def test_all_inclusive_gives_everything_to_everyone() -> None:
+def test_all_inclusive_gives_all_samples_to_every_client() -> None:
     assert rows(all_inclusive(4, 3)) == [[0, 1, 2, 3]] * 3
 
 
@@ -330,13 +330,13 @@ def test_distribution_skews_sizes_and_labels() -> None:
 # ------------------------------------------------------------------ names and mistakes
 
 
-def test_plato_s_names_are_known() -> None:
+def test_the_partition_names_of_plato_are_accepted() -> None:
     names = "iid noniid mixed orthogonal all_inclusive distribution_noniid label_quantity_noniid"
     names += " mixed_label_quantity_noniid sample_quantity_noniid"
     assert set(names.split()) <= set(partitions.names())
 
 
-def test_options_may_be_spelled_as_plato_does() -> None:
+def test_the_option_names_of_plato_are_accepted() -> None:
     ours = distribution(LABELS, 5, alpha=0.3, size_alpha=0.4, min_samples=7, seed=2)
     theirs = make_partition(
         "distribution_noniid",
@@ -350,7 +350,7 @@ def test_options_may_be_spelled_as_plato_does() -> None:
     assert same(ours, theirs)
 
 
-def test_a_way_of_your_own_has_a_name_too() -> None:
+def test_a_user_defined_partition_can_be_registered() -> None:
     registered = "test: first come"
     if registered not in partitions.names():
 
@@ -407,14 +407,16 @@ def test_a_way_of_your_own_has_a_name_too() -> None:
         ("iid", {"seed": -1}, "seed: expected 0 or more, got -1"),
     ],
 )
-def test_mistakes_are_one_sentence(name: str, options: dict[str, Any], sentence: str) -> None:
+def test_invalid_partition_arguments_raise_one_sentence_errors(
+    name: str, options: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises((ConfigError, DataError, UnknownNameError), match=sentence) as caught:
         make_partition(name, LABELS, 4, **options)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_more_clients_than_samples_are_refused(name: str) -> None:
+def test_more_clients_than_samples_are_rejected(name: str) -> None:
     with pytest.raises(DataError, match=r"11 clients with . or more samples each need"):
         make_partition(name, LABELS[:10], 11, **WAYS[name])
     with pytest.raises(ConfigError, match="num_clients: expected 1 or more, got 0"):
@@ -422,25 +424,25 @@ def test_more_clients_than_samples_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("labels", [torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4), []])
-def test_labels_that_are_none_are_refused(labels: Any) -> None:
+def test_invalid_labels_are_rejected(labels: Any) -> None:
     with pytest.raises(DataError, match="labels: expected"):
         dirichlet(labels, 2)
 
 
 @pytest.mark.parametrize("samples", [[[0, 1]], [0.5, 1.0], [True, False, True]])
-def test_samples_of_a_client_are_a_row_of_numbers(samples: Any) -> None:
-    with pytest.raises(DataError, match="client 2: expected a row of the numbers of samples, got shape"):
+def test_client_indices_are_a_one_dimensional_array(samples: Any) -> None:
+    with pytest.raises(DataError, match="client 2: expected a one-dimensional array of sample indices, got shape"):
         Partition.from_lists([[0, 1], samples])
 
 
 @pytest.mark.parametrize("cut", [iid, sample_quantity, all_inclusive])
-def test_a_dataset_without_samples_is_refused(cut: Any) -> None:
+def test_a_dataset_without_samples_is_rejected(cut: Any) -> None:
     for count in (0, -1):
         with pytest.raises(DataError, match=f"labels: expected at least one sample, got {count}"):
             cut(count, 2)
 
 
-def test_labels_of_another_dataset_make_no_table() -> None:
+def test_labels_of_another_length_are_rejected_by_the_table() -> None:
     with pytest.raises(DataError, match="labels: expected the labels of the whole dataset, at least 10, got 9"):
         iid(10, 2).table([0] * 9)
 
@@ -448,7 +450,7 @@ def test_labels_of_another_dataset_make_no_table() -> None:
 # ------------------------------------------------------------------ the picture
 
 
-def test_the_bars_are_the_table(tmp_path: Path) -> None:
+def test_the_bars_of_the_plot_equal_the_table(tmp_path: Path) -> None:
     partition = dirichlet(LABELS, 6, alpha=0.3)
     figure = plot(partition, LABELS, tmp_path / "new" / "bars.png")
     widths = [[bar.get_width() for bar in container] for container in figure.axes[0].containers]
@@ -456,12 +458,12 @@ def test_the_bars_are_the_table(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "bars.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def test_many_clients_are_rows_of_shares() -> None:
+def test_many_clients_are_plotted_as_rows_of_shares() -> None:
     partition = shards(LABELS, 100)
     image = plot(partition, LABELS).axes[0].images[0].get_array()
     assert np.array_equal(np.asarray(image), partition.table(LABELS).numpy() / 10)
 
 
-def test_of_very_many_clients_some_are_drawn() -> None:
+def test_only_a_sample_of_very_many_clients_is_plotted() -> None:
     axes = plot(iid(LABELS, 1000), LABELS).axes[0]
     assert (len(axes.images[0].get_array()), axes.get_ylabel()) == (500, "client, one in 2")

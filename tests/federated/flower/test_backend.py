@@ -45,7 +45,7 @@ def identity(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Counting:
-    """A worker that counts its rounds in its state, and fails if it is told to."""
+    """A worker that counts its rounds in its state, and fails on request."""
 
     def work(self, task: Task, state: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if task.payload.get("failing") == task.client_id:
@@ -98,7 +98,7 @@ class _Everywhere(FlowerBackend):
 
     def start(self, worker: Any) -> None:
         self.grid = LocalGrid([worker_app(lambda context: worker) for _ in range(3)], num_partitions=3)
-        self._places, self._questions, self._asked = {}, {}, set()
+        self._places, self._pending_queries, self._queried_nodes = {}, {}, set()
         super().start(worker)
 
 
@@ -123,25 +123,25 @@ class TestRecords:
         ],
         ids=lambda tensor: f"{tensor.dtype}-{list(tensor.shape)}",
     )
-    def test_tensors_come_back_as_they_were(self, tensor: torch.Tensor) -> None:
+    def test_tensors_survive_a_round_trip_through_messages(self, tensor: torch.Tensor) -> None:
         (found,) = from_records(to_records({"t": tensor})).values()
         assert found.dtype == tensor.dtype
         assert found.shape == tensor.shape
         assert torch.equal(found, tensor)
 
-    def test_plain_values_come_back_as_they_were(self) -> None:
+    def test_plain_values_survive_a_round_trip_through_messages(self) -> None:
         content = {"n": 2**80, "f": 0.1, "b": b"\x00\xff", "none": None, "nested": {"t": (1, [2, "3"])}, "yes": True}
         assert from_records(to_records(content)) == content
 
-    def test_what_is_no_value_is_refused_with_its_place(self) -> None:
+    def test_an_unsupported_value_is_rejected_with_its_path(self) -> None:
         with pytest.raises(DovetailError, match=r"payload\.model: cannot store a .*Linear"):
             to_records({"payload": {"model": nn.Linear(1, 1)}})
 
-    def test_a_message_of_somebody_else_is_refused(self) -> None:
+    def test_a_message_of_another_application_is_rejected(self) -> None:
         with pytest.raises(DataError, match="was not written by Dovetail"):
             from_records(RecordDict())
 
-    def test_a_tensor_with_too_few_bytes_is_refused(self) -> None:
+    def test_a_tensor_with_too_few_bytes_is_rejected(self) -> None:
         records = to_records({"t": torch.ones(4)})
         (array,) = records.array_records["dovetail.tensors"].values()
         array.data = array.data[:-1]
@@ -153,19 +153,19 @@ class TestPlaces:
     def test_a_node_without_a_number_of_partitions_is_one_client(self) -> None:
         assert [client for client in range(1, 9) if Place(2).has(client)] == [3]
 
-    def test_every_client_lives_at_one_of_the_partitions(self) -> None:
+    def test_every_client_belongs_to_one_partition(self) -> None:
         homes = [[p for p in range(3) if Place(p, 3).has(client)] for client in range(1, 8)]
         assert homes == [[0], [1], [2], [0], [1], [2], [0]]
 
-    def test_a_node_that_does_not_say_who_it_is_is_named_when_nodes_are_missing(self) -> None:
+    def test_a_node_without_an_id_is_named_when_nodes_are_missing(self) -> None:
         grid = LocalGrid([_app()])
         grid.join(_app(), {"name": "x"})
         with pytest.raises(
-            DovetailError, match=r"expected 2 nodes in 0.2 seconds, found 1; a node said: .*partition-id"
+            DovetailError, match=r"expected 2 nodes in 0.2 seconds, found 1; a node reported: .*partition-id"
         ):
             _started(grid, patience=0.2)
 
-    def test_too_few_nodes_are_counted(self) -> None:
+    def test_the_error_for_too_few_nodes_counts_them(self) -> None:
         with pytest.raises(DovetailError, match=r"expected 3 nodes in 0.2 seconds, found 2"):
             _started(LocalGrid([_app(), _app()]), 3, patience=0.2)
 
@@ -175,14 +175,14 @@ class TestPlaces:
         reason = "client 5: it has no node (there are nodes with partition-id 0, 1)"
         assert found[5] == Fault(5, 1, "crashed", reason)
 
-    def test_a_node_that_comes_later_is_asked_in_the_next_round(self) -> None:
+    def test_a_node_that_joins_later_is_used_in_the_next_round(self) -> None:
         grid = LocalGrid([_app()])
         backend = _started(grid, 1)
         grid.join(_app(), {"partition-id": 1})
         _run(backend, _tasks(1, 1))
         assert _rounds(_run(backend, _tasks(2, 1, 2))) == {1: 1, 2: 1}
 
-    def test_a_node_that_was_started_again_takes_the_place_of_the_old_one(self) -> None:
+    def test_a_restarted_node_replaces_the_old_one(self) -> None:
         grid = LocalGrid([_app(), _app()])
         grid.silent = {101}
         backend = FlowerBackend(grid, 2, patience=30)
@@ -190,7 +190,7 @@ class TestPlaces:
         backend.start(Counting())
         assert _rounds(_run(backend, _tasks(1, 1, 2))) == {1: 1, 2: 1}
 
-    def test_a_node_that_was_away_when_it_was_asked_is_asked_again(self) -> None:
+    def test_an_unreachable_node_is_asked_again(self) -> None:
         grid = LocalGrid([_app(), _app()])
         grid.away = {102}
         backend = FlowerBackend(grid, 1, patience=30)
@@ -209,7 +209,7 @@ class TestFaults:
         assert found[2] == Fault(2, 1, "crashed", "client 2: its node was lost")
         assert _rounds({1: found[1]}) == {1: 1}
 
-    def test_an_error_of_a_client_is_its_own(self) -> None:
+    def test_an_error_of_a_client_is_reported_as_its_fault(self) -> None:
         found = _run(_started(LocalGrid([_app(), _app()])), _tasks(3, 1, 2, payload={"failing": 2}))
         assert found[2] == Fault(2, 3, "crashed", "ValueError: the disk is full")
         assert _rounds({1: found[1]}) == {1: 1}
@@ -222,7 +222,7 @@ class TestFaults:
         assert found[2] == Fault(2, 1, "timed out", "client 2 did not answer within 0.3 seconds")
         assert _rounds({1: found[1]}) == {1: 1}
 
-    def test_an_answer_that_comes_too_late_is_not_heard(self) -> None:
+    def test_an_answer_after_the_timeout_is_ignored(self) -> None:
         grid = LocalGrid([_app(), _app()])
         backend = _started(grid, timeout=0.3)
         grid.silent = {102}
@@ -247,7 +247,7 @@ class TestFaults:
             ({"colour": "blue"}, "unexpected keyword argument 'colour'"),
         ],
     )
-    def test_an_answer_that_is_no_update_is_a_fault(self, change: Any, what: Any) -> None:
+    def test_an_answer_that_is_not_an_update_is_a_fault(self, change: Any, what: Any) -> None:
         class Lying(Counting):
             def work(self, task: Task, state: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
                 update, state = super().work(task, state)
@@ -261,7 +261,7 @@ class TestFaults:
 
 
 class TestStates:
-    def test_states_stay_at_the_node_and_the_server_keeps_their_round(self) -> None:
+    def test_client_states_are_stored_at_the_node_and_their_round_at_the_server(self) -> None:
         grid = LocalGrid([_app(), _app()])
         backend = _started(grid)
         first = _run(backend, _tasks(1, 1, 2))
@@ -269,7 +269,7 @@ class TestStates:
         assert _rounds(second) == {1: 2, 2: 2}
         assert _states(second) == {1: {"round": 2}, 2: {"round": 2}}
 
-    def test_a_round_that_the_server_did_not_use_has_not_been(self) -> None:
+    def test_a_round_that_the_server_discarded_is_rolled_back_at_the_node(self) -> None:
         grid = LocalGrid([_app()])
         backend = _started(grid, 1)
         first = _run(backend, _tasks(1, 1))
@@ -277,7 +277,7 @@ class TestStates:
         again = _run(backend, _tasks(3, 1), _states(first))
         assert _rounds(again) == {1: 2}
 
-    def test_a_node_keeps_two_states_at_most(self) -> None:
+    def test_a_node_keeps_at_most_two_states_per_client(self) -> None:
         grid = LocalGrid([_app()])
         backend = _started(grid, 1)
         states = {}
@@ -286,27 +286,27 @@ class TestStates:
         names = grid.nodes[101][1].state
         assert {name.partition(":")[0] for name in names} == {"client 1 round 4", "client 1 round 5"}
 
-    def test_a_state_that_is_not_there_is_a_fault_and_not_forgotten(self) -> None:
+    def test_a_missing_client_state_is_a_fault(self) -> None:
         found = _run(_started(LocalGrid([_app()]), 1), _tasks(4, 1), {1: {"round": 3}})
         assert "client 1 round 3: its state is not at this node; states='server'" in found[1].reason
 
-    def test_judging_a_model_changes_no_state(self) -> None:
+    def test_evaluating_a_model_changes_no_client_state(self) -> None:
         backend = _started(LocalGrid([_app()]), 1)
         states = _states(_run(backend, _tasks(1, 1)))
         judged = _run(backend, _tasks(1, 1, kind="evaluate"), states)
         assert _states(judged) == states
         assert _rounds(_run(backend, _tasks(2, 1), states)) == {1: 2}
 
-    def test_a_client_without_a_state_leaves_nothing_behind(self) -> None:
+    def test_a_client_without_state_leaves_no_file(self) -> None:
         grid = LocalGrid([_app(Forgetful())])
         assert _states(_run(_started(grid, 1), _tasks(1, 1))) == {1: {}}
         assert not grid.nodes[101][1].state
 
-    def test_states_of_the_server_travel(self) -> None:
+    def test_client_states_of_the_server_are_sent_to_the_node(self) -> None:
         backend = _started(LocalGrid([_app()]), 1, states="server")
         assert _states(_run(backend, _tasks(1, 1), {1: {"rounds": 6}})) == {1: {"rounds": 7}}
 
-    def test_another_place_is_refused(self) -> None:
+    def test_another_location_for_client_states_is_rejected(self) -> None:
         with pytest.raises(ConfigError, match="states: expected 'nodes' or 'server', got 'cloud'"):
             FlowerBackend(LocalGrid(), states="cloud")
 
@@ -314,7 +314,7 @@ class TestStates:
 class _Personal(Algorithm):
     """The last layer stays with clients."""
 
-    def stays(self, name: str) -> bool:
+    def is_local(self, name: str) -> bool:
         return name.startswith("3.")
 
 
@@ -335,10 +335,10 @@ class TestApps:
         [(4, "nodes", []), (2, "server", []), (2, "nodes", ["qsgd", "zstd"]), (4, "server", ["pairwise_masks"])],
         ids=lambda value: "-".join(value) if isinstance(value, list) else None,
     )
-    def test_a_federation_of_flower_is_the_one_without_it(self, num_nodes: int, states: Any, processors: Any) -> None:
+    def test_a_flower_federation_equals_one_without_flower(self, num_nodes: int, states: Any, processors: Any) -> None:
         plain, client = _federation(Sequential(), postprocessors=processors)
         plain.run(client)
-        # Everybody makes server and client anew, as processes of their own do.
+        # Server and client are rebuilt on each side, as separate processes do.
         apps = [client_app(*_federation(postprocessors=processors)[::-1]) for _ in range(num_nodes)]
         server, client = _federation(postprocessors=processors)
         app = server_app(server, client, num_nodes=num_nodes, patience=30, states=states)
@@ -347,7 +347,7 @@ class TestApps:
         assert [record.metrics for record in server.records] == [record.metrics for record in plain.records]
 
     @pytest.mark.parametrize("states", ["nodes", "server"])
-    def test_what_algorithms_keep_of_clients_is_alive_at_nodes(self, states: Any) -> None:
+    def test_client_state_of_algorithms_is_kept_alive_at_nodes(self, states: Any) -> None:
         def made(backend: Any = None) -> Any:
             own = [SCAFFOLD(), Ditto(personalization_epochs=1), FedAdam()]
             return _federation(backend, own, personalization={"epochs": 1}, rounds=4)
@@ -361,7 +361,7 @@ class TestApps:
         assert all(torch.equal(value, server.weights[name]) for name, value in plain.weights.items())
         assert server.personalized.metrics == plain.personalized.metrics
 
-    def test_functions_of_the_context_make_server_and_client(self) -> None:
+    def test_factories_build_server_and_client_from_the_context(self) -> None:
         grid = LocalGrid([client_app(lambda context: _federation()[1], lambda context: _federation()[0])], 1)
         made = []
 
@@ -373,7 +373,7 @@ class TestApps:
         app(grid, Context(1, 0, {}, RecordDict(), {"rounds": 2}))
         assert [record.round for record in made[0].records] == [1, 2]
 
-    def test_a_node_writes_no_checkpoint_of_the_server(self, tmp_path: Path) -> None:
+    def test_a_node_writes_no_server_checkpoint(self, tmp_path: Path) -> None:
         server, client = _federation(checkpoint_path=str(tmp_path / "server"))
         backend = _started(LocalGrid([client_app(client, server)], 1), 1)
         weights = {name: value for name, value in _first_weights().items() if not name.startswith("3.")}
@@ -381,12 +381,12 @@ class TestApps:
         assert found[0].update.num_samples > 0
         assert not (tmp_path / "server").exists()
 
-    def test_a_client_without_a_server_brings_everything(self) -> None:
+    def test_a_client_app_without_a_server_must_define_everything(self) -> None:
         backend = _started(LocalGrid([client_app(simple.Client(model=nn.Linear(2, 2)))]), 1)
         (found,) = backend.run([(Task(1, 1, {}), {})])
         assert "a client without a server brings its own datasource and algorithm" in found.reason
 
-    def test_a_client_with_its_own_model_data_and_algorithm_needs_no_server(self) -> None:
+    def test_a_client_app_with_model_data_and_algorithm_needs_no_server(self) -> None:
         class Line:
             num_clients = 1
 
@@ -411,7 +411,7 @@ def _first_weights() -> dict[str, torch.Tensor]:
     return server.weights
 
 
-def test_the_example_learns_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_flower_example_learns_digits(monkeypatch: pytest.MonkeyPatch) -> None:
     tomli = pytest.importorskip("tomli")
     folder = Path(__file__).parents[3] / "examples" / "flower"
     monkeypatch.syspath_prepend(str(folder))
@@ -428,4 +428,4 @@ def test_the_example_learns_digits(monkeypatch: pytest.MonkeyPatch) -> None:
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         halves["serverapp"](grid, Context(1, 0, {}, RecordDict(), config))
-    assert output.getvalue().startswith("round 1/1  2 of 2 clients  accuracy 0.")
+    assert output.getvalue().startswith("round 1/1  2 clients  accuracy 0.")

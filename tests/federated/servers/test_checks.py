@@ -41,7 +41,7 @@ from dovetail.trainers.strategies import (
         ),
     ],
 )
-def test_a_setting_without_effect_is_named(settings: dict[str, Any], name: str, reason: str) -> None:
+def test_a_setting_without_effect_is_reported(settings: dict[str, Any], name: str, reason: str) -> None:
     with pytest.warns(UserWarning, match=f"^settings without effect: {name}: {reason}$"):
         Server(**{"rounds": 0, **settings}).run()
 
@@ -50,7 +50,7 @@ def test_a_setting_without_effect_is_named(settings: dict[str, Any], name: str, 
     "trainer",
     [ComposableTrainer(optimizer_strategy=AdamOptimizerStrategy(lr=0.1), verbose=False), Trainer(verbose=False)],
 )
-def test_an_optimizer_that_the_trainer_does_not_read_is_named(trainer: Any) -> None:
+def test_an_optimizer_setting_that_the_trainer_ignores_is_reported(trainer: Any) -> None:
     server = Server(trainer=trainer, config=FederatedConfig(trainer=TrainerConfig(rounds=0, optimizer="SGD")))
     with pytest.warns(UserWarning, match="settings without effect: trainer.optimizer: the client's trainer does not"):
         server.run()
@@ -64,7 +64,7 @@ class Reading(OptimizerStrategy):
 
 
 @pytest.mark.parametrize("strategy", [None, Reading(), GradientClippingOptimizerStrategy(DefaultOptimizerStrategy())])
-def test_an_optimizer_that_the_trainer_reads_is_not(strategy: Any) -> None:
+def test_an_optimizer_setting_that_the_trainer_reads_is_not_reported(strategy: Any) -> None:
     schedule = DefaultLRSchedulerStrategy()
     trainer = ComposableTrainer(optimizer_strategy=strategy, lr_scheduler_strategy=schedule, verbose=False)
     settings = TrainerConfig(rounds=0, optimizer="SGD", lr_scheduler="StepLR", loss_criterion="CrossEntropyLoss")
@@ -98,7 +98,7 @@ def test_a_schedule_in_the_settings_has_an_effect_without_a_trainer() -> None:
         {"timeout": 3.0, "simulate_wall_time": True},
     ],
 )
-def test_a_setting_with_an_effect_is_not(settings: dict[str, Any]) -> None:
+def test_a_setting_with_an_effect_is_not_reported(settings: dict[str, Any]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Server(**{"rounds": 0, **settings}).run()

@@ -19,7 +19,7 @@ from dovetail.federated.messages import Update, Weights
 from dovetail.testing import AlgorithmContract
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.strategies import ModelUpdateStrategy, Strategy
-from dovetail.trainers.strategies.anchored import trained
+from dovetail.trainers.strategies.anchored import model_parameters
 from dovetail.trainers.strategies.bundle import Strategies
 
 
@@ -68,7 +68,7 @@ def settled() -> Algorithm:
 
         def on_gradients(self, optimizer: Optimizer, context: TrainingContext) -> None:
             if os.getpid() != self.home:
-                for value in trained(context).values():
+                for value in model_parameters(context).values():
                     value.grad *= 2  # type: ignore[operator]  # there is one
 
     class Settled(Algorithm):
@@ -86,7 +86,7 @@ class OneNormForAll(ModelUpdateStrategy):
     vectorizes = True
 
     def on_gradients(self, optimizer: Optimizer, context: TrainingContext) -> None:
-        for value in trained(context).values():
+        for value in model_parameters(context).values():
             assert value.grad is not None
             value.grad /= value.grad.norm()
 
@@ -104,10 +104,10 @@ class Forgetful(Algorithm):
 
 
 class Presuming(ModelUpdateStrategy):
-    """Takes it for granted that everybody was asked before."""
+    """Assumes that every client was selected before."""
 
     def on_train_end(self, context: TrainingContext) -> None:
-        context.client.state["own"] = {name: value.detach() for name, value in trained(context).items()}
+        context.client.state["own"] = {name: value.detach() for name, value in model_parameters(context).items()}
 
     def personal_weights(self, context: TrainingContext) -> Mapping[str, Tensor]:
         own: Mapping[str, Tensor] = context.client.state["own"]
@@ -148,7 +148,7 @@ class Unsaved(ModelUpdateStrategy):
 
     def on_gradients(self, optimizer: Optimizer, context: TrainingContext) -> None:
         self.steps += 1
-        for value in trained(context).values():
+        for value in model_parameters(context).values():
             value.grad *= self.steps  # type: ignore[operator]  # there is one
 
 
@@ -174,15 +174,15 @@ ALL_FAIL = (
 
 
 @pytest.mark.parametrize(("broken", "test"), BROKEN, ids=[f"{it[0].__name__}-{it[1]}" for it in BROKEN])
-def test_a_broken_one_fails(broken: Callable[[], Any], test: str) -> None:
+def test_the_contract_finds_a_broken_algorithm(broken: Callable[[], Any], test: str) -> None:
     # FedAvg can train as a fleet, and a contract that says otherwise is wrong, too.
-    told = {"make": lambda self: broken(), "vectorizes": broken is not FedAvg}
+    reported = {"make": lambda self: broken(), "vectorizes": broken is not FedAvg}
     # The federation itself ends with an error if all clients fail.
     error = FederationError if test in ALL_FAIL else AssertionError
     with pytest.raises(error):
-        getattr(type("Broken", (AlgorithmContract,), told)(), test)()
+        getattr(type("Broken", (AlgorithmContract,), reported)(), test)()
 
 
-def test_every_test_of_the_contract_bites_somewhere() -> None:
+def test_every_contract_test_fails_for_some_broken_algorithm() -> None:
     tests = {name for name in dir(AlgorithmContract) if name.startswith("test_")}
     assert tests == {test for _, test in BROKEN}

@@ -34,19 +34,19 @@ def test_the_server_tests_the_new_weights() -> None:
     assert records[-1].metrics["accuracy"] == pytest.approx(_accuracy(server.model, data))
 
 
-def test_without_test_data_there_is_nothing_to_test() -> None:
+def test_without_test_data_the_server_does_not_test() -> None:
     (record, *_) = _server(Blobs(central=False)).run(Client(trainer=make_trainer()))
     assert set(record.metrics) == {"train_loss"}
 
 
 @pytest.mark.parametrize("data", [None, Blobs()], ids=["no data", "data"])
 @pytest.mark.parametrize("asked", ["model", "trainer", "worker", "evaluate", "evaluate_clients", "personalize"])
-def test_a_server_that_was_not_run_says_so(asked: str, data: Blobs | None) -> None:
+def test_evaluating_a_server_before_it_ran_raises_an_error(asked: str, data: Blobs | None) -> None:
     with pytest.raises(ConfigError, match="call `run` or `prepare` first"):
         getattr(Server(datasource=data), asked)()
 
 
-def test_every_client_judges_the_global_model_on_its_own_data() -> None:
+def test_every_client_evaluates_the_global_model_on_its_data() -> None:
     data = Blobs(own_tests=True)
     server = _server(data)
     server.run(Client(trainer=make_trainer()))
@@ -62,7 +62,7 @@ def test_every_client_judges_the_global_model_on_its_own_data() -> None:
     assert spread.mean == pytest.approx(sum(expected.values()) / 8)
 
 
-def test_some_clients_can_be_asked_and_the_rounds_go_on_as_before() -> None:
+def test_evaluating_some_clients_does_not_change_later_rounds() -> None:
     seen: list[int] = []
 
     class Look(ServerCallback):
@@ -77,7 +77,7 @@ def test_some_clients_can_be_asked_and_the_rounds_go_on_as_before() -> None:
     torch.testing.assert_close(dict(watched.weights), dict(plain.weights), rtol=0, atol=0)
 
 
-def test_clients_judge_the_model_with_what_is_their_own_in_it() -> None:
+def test_clients_evaluate_the_model_with_their_local_layers() -> None:
     data = Blobs(own_tests=True)
     server = _server(data, algorithm=Everything)
     server.run(Client(trainer=make_trainer()))
@@ -88,13 +88,13 @@ def test_clients_judge_the_model_with_what_is_their_own_in_it() -> None:
     assert found.metrics[4]["accuracy"] == pytest.approx(_accuracy(server.model, own))
 
 
-def test_clients_without_test_data_are_passed_over() -> None:
+def test_clients_without_test_data_are_skipped() -> None:
     server = _server(Blobs())
     server.run(Client(trainer=make_trainer()))
     assert server.evaluate_clients().metrics == {}
 
 
-def test_a_client_that_cannot_judge_is_named() -> None:
+def test_a_client_that_fails_to_evaluate_is_named() -> None:
     class Broken(Blobs):
         def test_data(self, client_id: int) -> tuple[Tensor, Tensor] | None:
             if client_id == 2:
@@ -108,7 +108,7 @@ def test_a_client_that_cannot_judge_is_named() -> None:
     assert [(fault.client_id, fault.reason) for fault in found.faults] == [(2, "OSError: no such file")]
 
 
-def test_clients_that_test_what_they_trained_give_the_round_a_spread() -> None:
+def test_client_tests_after_training_give_the_round_a_spread() -> None:
     data = Blobs(central=False, own_tests=True)
     config = Server().config
     clients = replace(config.clients, do_test=True, test_interval=2, per_round=8)
@@ -116,5 +116,5 @@ def test_clients_that_test_what_they_trained_give_the_round_a_spread() -> None:
     first, second = server.run(Client(trainer=make_trainer()))
     assert set(first.metrics) == {"train_loss"}
     assert 0 <= second.metrics["clients_accuracy_worst"] <= second.metrics["clients_accuracy"] <= 1
-    # Without data of its own the server has what its clients say, by their samples.
+    # Without test data the server averages the results of its clients by samples.
     assert 0 <= second.metrics["accuracy"] <= 1

@@ -125,7 +125,7 @@ def _assert_same(server: Server, other: Server) -> None:
         ("late", "late", "reported for round 1 in round 2"),
     ],
 )
-def test_a_client_that_fails_is_named_and_the_rest_is_exact(how: str, kind: str, words: str) -> None:
+def test_a_failed_client_is_named_and_the_others_are_exact(how: str, kind: str, words: str) -> None:
     server = _server()
     records = server.run(Failing(how))
     assert [record.reported for record in records] == [(1, 3, 5, 7), (1, 5, 7), (1, 3, 5, 7), (1, 3, 5, 7)]
@@ -159,13 +159,13 @@ CONTROL = "control_variate_delta"
         (lambda sent: {**sent, "0.bias": sent["0.bias"][:1]}, "wrong shape", "'0.bias': expected the shape [5], got"),
         (lambda sent: {**sent, "0.bias": 0.0}, "wrong shape", "'0.bias': expected a tensor, got float"),
         (lambda sent: {"0.bias": sent["0.bias"]}, "wrong shape", "'0.weight' is missing"),
-        (lambda sent: {**sent, "more": sent["0.bias"]}, "wrong shape", "'more' was not asked for"),
+        (lambda sent: {**sent, "more": sent["0.bias"]}, "wrong shape", "'more' was not requested"),
         (lambda sent: [1, 2], "wrong shape", "expected tensors by their names, got list"),
         (lambda sent: None, "wrong shape", "expected tensors by their names, got NoneType"),
     ],
 )
 @pytest.mark.parametrize("make", [SCAFFOLD, lambda: CompositeAlgorithm([FedProx(mu=0.1), SCAFFOLD()])])
-def test_what_an_algorithm_is_sent_beside_weights_is_looked_at_too(
+def test_payloads_beside_the_weights_are_validated_too(
     make: Callable[[], Algorithm], bend: Callable[[Any], Any], kind: str, words: str
 ) -> None:
     """It would stay in the control variate of the server, and from then on in the gradients of all clients."""
@@ -184,17 +184,17 @@ def test_what_an_algorithm_is_sent_beside_weights_is_looked_at_too(
     _assert_same(misled, spared)
 
 
-def test_a_report_in_the_name_of_one_who_was_not_asked_does_not_count() -> None:
+def test_a_report_for_a_client_that_was_not_selected_is_ignored() -> None:
     server = _server()
     records = server.run(Failing("somebody else"))
     silent, stranger = records[1].faults
     assert (silent.client_id, silent.kind, silent.reason) == (BAD, "timed out", "client 3 has not answered")
     assert (stranger.client_id, records[1].reported) == (8, (1, 5, 7))
-    assert "was not asked" in stranger.reason
+    assert "was not selected" in stranger.reason
     _assert_same(server, _without_the_bad_one())
 
 
-def test_the_first_of_two_reports_counts() -> None:
+def test_the_first_of_two_reports_is_used() -> None:
     server, plain = _server(backend=Twice()), _server()
     records = server.run(Client(trainer=make_trainer()))
     plain.run(Client(trainer=make_trainer()))
@@ -220,7 +220,7 @@ def test_a_round_with_too_few_updates_changes_nothing() -> None:
     _assert_same(server, first)
 
 
-def test_a_limit_that_no_round_can_reach_is_refused() -> None:
+def test_a_minimum_above_the_clients_per_round_is_rejected() -> None:
     with pytest.raises(ConfigError, match="min_clients: expected at most per_round, 4, got 5"):
         _server(min_clients=5)
 
@@ -238,7 +238,7 @@ class Broken(Client):
         return super().work(task, state)
 
 
-def test_a_round_in_which_all_clients_fail_ends_with_the_first_failure() -> None:
+def test_a_round_in_which_all_clients_fail_raises_the_first_failure() -> None:
     server = _server(rounds=3)
     with pytest.raises(FederationError, match="4 failed; first failure: client 1 crashed: ValueError: no"):
         server.run(Broken(2))
@@ -254,14 +254,14 @@ def test_a_round_in_which_all_clients_failed_is_repeated_by_the_next_run() -> No
     _assert_same(server, plain)
 
 
-def test_personalization_in_which_all_clients_fail_ends_with_the_first_failure() -> None:
+def test_personalization_in_which_all_clients_fail_raises_the_first_failure() -> None:
     server = _server(rounds=1)
     server.run(Broken(2))
     with pytest.raises(FederationError, match="first failure: client 1 crashed: ValueError: no"):
         server.personalize()
 
 
-def test_a_failure_of_all_who_answer_does_not_end_a_round_that_others_still_work_for() -> None:
+def test_a_failure_of_all_answers_does_not_end_a_round_with_pending_clients() -> None:
     # The clients that are asked in the second round fail; answers of the first round are still on their way.
     server = _server(**{**ASYNCHRONOUS, "minimum_clients_aggregated": 1, "staleness_bound": 9}, rounds=3)
     records = server.run(Broken(2))
@@ -269,7 +269,7 @@ def test_a_failure_of_all_who_answer_does_not_end_a_round_that_others_still_work
     assert records[1].reported
 
 
-def test_who_takes_too_long_is_left_out_and_waited_for_no_longer() -> None:
+def test_a_client_over_the_timeout_is_left_out_for_the_round() -> None:
     slow = {
         "simulate_wall_time": True,
         "speed_simulation": True,
@@ -289,7 +289,7 @@ def test_who_takes_too_long_is_left_out_and_waited_for_no_longer() -> None:
     assert record.elapsed_time == 3.0
 
 
-def test_an_attacker_does_not_move_a_robust_mean_far() -> None:
+def test_an_attacker_hardly_moves_a_robust_mean() -> None:
     class Attacker(Client):
         def work(self, task: Task, state: ClientState) -> tuple[Update, ClientState]:
             update, after = super().work(task, state)
@@ -315,11 +315,11 @@ def test_an_attacker_does_not_move_a_robust_mean_far() -> None:
     assert largest(aggregator="krum") < 2
 
 
-def test_an_unknown_aggregator_is_told() -> None:
+def test_an_unknown_aggregator_raises_an_error() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'median'"):
         Server(aggregator="medain")
 
 
-def test_asking_for_half_trained_models_is_refused() -> None:
+def test_requesting_partially_trained_models_is_rejected() -> None:
     with pytest.raises(ConfigError, match="request_update: a simulated client has no half-trained model"):
         Server(request_update=True, synchronous=False)

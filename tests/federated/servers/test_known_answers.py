@@ -47,7 +47,7 @@ def _sgd(**options: Any) -> ComposableTrainer:
     return ComposableTrainer(criterion=_half_square, verbose=False, momentum=0.0, weight_decay=0.0, **options)
 
 
-def test_fedavg_on_two_quadratics_ends_where_it_is_known_to() -> None:
+def test_fedavg_on_two_quadratics_has_the_known_answer() -> None:
     trainer = _sgd(optimizer=torch.optim.SGD, num_epochs=10, batch_size=1, learning_rate=0.05)
     server = Server(Point, Quadratics(), trainer=trainer, rounds=200, per_round=2, total_clients=2)
     server.run(Client(trainer=trainer))
@@ -65,7 +65,7 @@ class AllInOne(Blobs):
         return 40
 
 
-def test_one_client_with_all_data_is_central_training() -> None:
+def test_one_client_with_all_data_equals_central_training() -> None:
     trainer = make_trainer(num_epochs=2, optimizer=torch.optim.Adam)
     server = Server(make_model, AllInOne(), trainer=trainer, rounds=1, per_round=1, seed=5)
     server.run(Client(trainer=trainer))
@@ -79,7 +79,7 @@ def test_one_client_with_all_data_is_central_training() -> None:
     torch.testing.assert_close(server.weights, central.model.state_dict(), rtol=1e-5, atol=1e-6)
 
 
-def test_one_full_batch_each_is_gradient_descent_on_all_data() -> None:
+def test_one_full_batch_per_client_equals_gradient_descent_on_all_data() -> None:
     data = Blobs(6)
     model = nn.Linear(4, 3).double()
     trainer = ComposableTrainer(
@@ -103,11 +103,11 @@ def test_one_full_batch_each_is_gradient_descent_on_all_data() -> None:
     torch.testing.assert_close(dict(server.weights), dict(model.state_dict()), rtol=1e-10, atol=1e-12)
 
 
-def test_whole_numbers_among_the_buffers_stay_whole() -> None:
+def test_integer_buffers_remain_integers() -> None:
     server = Server(make_model, Blobs(), trainer=make_trainer(), rounds=3, per_round=8)
     server.run(Client(trainer=make_trainer()))
     counted = server.weights["1.num_batches_tracked"]
-    # 2, 3 and 4 batches by turns, each counted by its samples, are 3.3 in the mean; and every round begins with a whole
+    # 2, 3 and 4 batches by turns, each counted by its samples, are 3.3 in the mean; and every round starts with a whole
     # number.
     assert counted.dtype == torch.int64
     assert counted.item() == 9
@@ -144,7 +144,7 @@ def test_clients_without_samples_change_nothing() -> None:
     torch.testing.assert_close(some, weights(Blobs(), [1, 3, 4, 6, 7, 8]), rtol=0, atol=0)
 
 
-def test_where_nobody_has_samples_the_model_stays() -> None:
+def test_without_any_samples_the_model_is_unchanged() -> None:
     server = Server(make_model, Unlucky(*range(1, 9)), trainer=make_trainer(), rounds=1, per_round=8)
     records = server.run(Client(trainer=make_trainer()))
     torch.manual_seed(derive_seed(1, "model"))

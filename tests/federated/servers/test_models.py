@@ -36,7 +36,9 @@ def _trainer(model: Any = None) -> ComposableTrainer:
         ({}, {"trainer": lambda: _trainer(Mine())}),
     ],
 )
-def test_the_model_is_that_of_whoever_has_one(server: dict[str, Any], client: dict[str, Any]) -> None:
+def test_the_model_is_taken_from_the_first_component_that_has_one(
+    server: dict[str, Any], client: dict[str, Any]
+) -> None:
     run = Server(datasource=Blobs(), rounds=1, per_round=2, **server)
     (record,) = run.run(Client(**client))
     assert isinstance(run.model, Mine)
@@ -55,7 +57,7 @@ class Features(Blobs):
 
 
 @pytest.mark.parametrize("client", [None, Client()])
-def test_a_client_without_a_trainer_uses_the_one_of_the_server(client: Client | None) -> None:
+def test_a_client_without_a_trainer_uses_the_trainer_of_the_server(client: Client | None) -> None:
     trainer = ComposableTrainer(
         nn.Linear(4, 1), loss_strategy=nn.MSELoss(), num_epochs=5, learning_rate=0.1, verbose=False
     )
@@ -65,13 +67,13 @@ def test_a_client_without_a_trainer_uses_the_one_of_the_server(client: Client | 
     assert [record.faults for record in run.records] == [(), ()]
 
 
-def test_without_any_it_is_one_that_fits_the_data() -> None:
+def test_without_a_model_the_server_builds_one_that_fits_the_data() -> None:
     run = Server(datasource=Blobs(), rounds=1, per_round=2)
     run.run()
     assert type(run.model) is nn.Linear
 
 
-def test_a_model_that_is_made_is_made_from_the_seed() -> None:
+def test_a_built_model_is_initialized_from_the_seed() -> None:
     first, second, third = (Server(Mine, Blobs(), rounds=0, seed=seed) for seed in (1, 1, 2))
     for run in (first, second, third):
         run.run()

@@ -24,7 +24,7 @@ from dovetail.federated.servers.results import Personalized, WriteResults
 from dovetail.servers.fedavg import Server
 
 
-def test_it_changes_nothing_of_the_global_model() -> None:
+def test_personalization_does_not_change_the_global_model() -> None:
     plain, personal = federation(), federation(personalization={"epochs": 3})
     assert all(torch.equal(plain.weights[name], value) for name, value in personal.weights.items())
     assert plain.personalized is None
@@ -32,50 +32,50 @@ def test_it_changes_nothing_of_the_global_model() -> None:
     assert [record.metrics for record in plain.records] == [record.metrics for record in personal.records]
 
 
-def test_every_client_gets_better_at_its_own_data() -> None:
+def test_personalization_improves_every_client_on_its_data() -> None:
     server = federation(personalization={"epochs": 10})
     assert server.personalized is not None
     assert server.personalized.mean("loss") < server.evaluate_clients().mean("loss")
 
 
-def test_it_comes_once_however_often_a_server_is_run() -> None:
-    heard = []
+def test_personalization_runs_once_for_repeated_runs_of_a_server() -> None:
+    received = []
 
-    class Hear(ServerCallback):
+    class Receiver(ServerCallback):
         def on_clients_personalized(self, server: Any) -> None:
-            heard.append(server.current_round)
+            received.append(server.current_round)
 
-    server = federation(personalization={"epochs": 1}, callbacks=[Hear()])
+    server = federation(personalization={"epochs": 1}, callbacks=[Receiver()])
     server.run()
-    assert heard == [3]
+    assert received == [3]
 
 
-def test_who_is_asked_and_for_how_long_can_be_said() -> None:
+def test_the_clients_and_epochs_of_personalization_can_be_chosen() -> None:
     server = federation()
     found = [server.personalize([2, 4], epochs=epochs) for epochs in (1, 8)]
     assert [sorted(each.metrics) for each in found] == [[2, 4], [2, 4]]
     assert found[1].metrics[2]["loss"] != found[0].metrics[2]["loss"]
 
 
-def test_the_second_time_is_the_same_as_the_first_where_nothing_is_kept() -> None:
+def test_personalization_without_state_gives_the_same_result_twice() -> None:
     server = federation()
     assert server.personalize(epochs=2).metrics == server.personalize(epochs=2).metrics
 
 
-def test_processes_agree() -> None:
+def test_personalization_in_processes_equals_the_serial_one() -> None:
     one, two = (federation(personalization={"epochs": 2}, **where) for where in ({}, {"backend": "process"}))
     assert one.personalized is not None
     assert two.personalized is not None
     assert one.personalized.metrics == two.personalized.metrics
 
 
-def test_edge_servers_ask_their_own_clients() -> None:
+def test_edge_servers_personalize_their_clients() -> None:
     server = federation(personalization={"epochs": 1}, cross_silo=True, total_silos=2)
     assert server.personalized is not None
     assert sorted(server.personalized.metrics) == [1, 2]
 
 
-def test_it_is_written_and_shown(tmp_path: Path) -> None:
+def test_personalization_is_recorded_and_shown(tmp_path: Path) -> None:
     shown = io.StringIO()
     kept = Personalized()
     display = RoundDisplay(Console(file=shown, width=200))
@@ -85,24 +85,24 @@ def test_it_is_written_and_shown(tmp_path: Path) -> None:
     assert [row["client"] for row in rows] == ["1", "2", "3", "4"]
     assert server.personalized is not None
     assert float(rows[0]["accuracy"]) == server.personalized.metrics[1]["accuracy"]
-    assert "4 clients for themselves  accuracy 0." in shown.getvalue()
+    assert "personalized models of 4 clients  accuracy 0." in shown.getvalue()
     assert kept.found is not None
     assert ClientsEvaluation.from_plain(kept.found) == server.personalized
 
 
 @pytest.mark.parametrize("given", [3, {"epoch": 3}, {"epochs": 0}, {"epochs": 1, "rounds": 2}])
-def test_a_file_that_says_it_wrongly_is_refused(given: Any) -> None:
+def test_an_invalid_personalization_setting_in_a_file_is_rejected(given: Any) -> None:
     with pytest.raises(ConfigErrors, match=r"algorithm\.personalization"):
         read_federated({"algorithm": {"personalization": given}})
 
 
-def test_python_that_says_it_wrongly_is_refused() -> None:
+def test_an_invalid_personalization_argument_is_rejected() -> None:
     with pytest.raises(ConfigError, match="did you mean 'epochs'"):
         federation(personalization={"epoch": 1})
 
 
 @pytest.mark.parametrize("epochs", [0, -1])
-def test_less_than_one_epoch_is_refused(epochs: int) -> None:
+def test_less_than_one_epoch_is_rejected(epochs: int) -> None:
     with pytest.raises(ConfigError, match=rf"personalization: expected at least 1 epoch, .* got {epochs}$"):
         Server(personalization={"epochs": epochs})
     with pytest.raises(ConfigError, match=rf"personalization: expected at least 1 epoch, .* got {epochs}$"):
@@ -118,41 +118,41 @@ def test_a_file_may_name_several_algorithms() -> None:
     assert repr(made) == repr(CompositeAlgorithm([FedProx(mu=0.25), FedNova(momentum=0.5)]))
 
 
-def test_one_name_is_no_list() -> None:
+def test_one_algorithm_name_is_not_a_list() -> None:
     assert repr(_algorithm(type="fedprox", mu=0.25)) == "FedProx(mu=0.25)"
     assert isinstance(_algorithm(), FedAvg)
 
 
-def test_what_two_of_them_take_is_written_where_it_belongs() -> None:
-    with pytest.raises(ConfigError, match=r"algorithm\.momentum: fedavgm and fednova takes it; write \{name"):
+def test_an_argument_of_two_algorithms_must_name_its_algorithm() -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.momentum: fedavgm and fednova both have this option; write"):
         _algorithm(type=["fedavgm", "fednova"], momentum=0.5)
     with pytest.raises(ConfigErrors, match=r"algorithm\.muu: unknown key: did you mean 'mu'"):
         _algorithm(type=["fedprox", "fednova"], muu=0.5)
 
 
-def test_an_unknown_one_of_several_is_named() -> None:
+def test_an_unknown_algorithm_among_several_is_named() -> None:
     with pytest.raises(ConfigErrors, match=r"algorithm\.type: unknown algorithm 'fednov': did you mean 'fednova'"):
         _algorithm(type=["fedprox", "fednov"])
 
 
-def test_two_that_decide_the_same_are_refused() -> None:
+def test_two_algorithms_that_decide_the_same_are_rejected() -> None:
     with pytest.raises(ConfigError, match="FedAvgM and FedAdam both decide how the server steps; use one of them"):
         _algorithm(type=["fedavgm", "fedadam"])
 
 
 @pytest.mark.parametrize("step", ["pairwise_masks", "gaussian_noise"])
-def test_what_looks_at_every_update_is_refused_where_only_the_sum_is_seen(step: str) -> None:
-    with pytest.raises(ConfigError, match=r"FedNova (needs every update|makes more of updates)"):
+def test_an_algorithm_that_needs_each_update_is_rejected_with_secure_sums(step: str) -> None:
+    with pytest.raises(ConfigError, match=r"FedNova (needs every update|uses updates for more)"):
         federation(FedNova(), postprocessors=[step])
 
 
-def test_a_server_without_an_algorithm_has_the_one_of_its_settings() -> None:
+def test_a_server_without_an_algorithm_uses_the_one_of_its_settings() -> None:
     config = read_federated({"algorithm": {"type": "fedprox", "mu": 0.5}})
     assert repr(Server(config=config).algorithm) == "FedProx(mu=0.5)"
     assert repr(Server(config=config, algorithm=FedAvg()).algorithm) == "FedAvg()"
 
 
-def test_a_server_takes_an_algorithm_by_its_name() -> None:
+def test_a_server_accepts_an_algorithm_by_name() -> None:
     assert repr(Server(algorithm="scaffold").algorithm) == repr(SCAFFOLD())
     assert Server(algorithm="scaffold").config.algorithm.type == "scaffold"
     with pytest.raises(UnknownNameError, match="unknown algorithm 'scafold': did you mean 'scaffold'"):
@@ -163,7 +163,7 @@ class _LeftError(Exception):
     """A server is gone."""
 
 
-def test_a_server_that_ends_while_clients_train_for_themselves_does_it_again_with_the_same_bits(tmp_path: Path) -> None:
+def test_an_interrupted_personalization_is_repeated_with_the_same_bits(tmp_path: Path) -> None:
     class Leave(ServerCallback):
         def on_clients_personalized(self, server: Any) -> None:
             raise _LeftError
@@ -177,7 +177,7 @@ def test_a_server_that_ends_while_clients_train_for_themselves_does_it_again_wit
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_a_later_round_that_fails_leaves_clients_what_they_made_their_own(tmp_path: Path, on_disk: bool) -> None:
+def test_a_failed_later_round_keeps_the_personalized_client_state(tmp_path: Path, on_disk: bool) -> None:
     failing = False
 
     class Fail(ServerCallback):

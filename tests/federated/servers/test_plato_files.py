@@ -28,10 +28,10 @@ SMALL: dict[str, Any] = {"clients": {"total_clients": 4, "per_round": 2}, "train
 
 def read(values: dict[str, Any]) -> tuple[FederatedConfig, list[str]]:
     """Return the configuration, and the warnings of reading it."""
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as reported:
         warnings.simplefilter("always")
         config = read_federated(values)
-    return config, [str(it.message) for it in told]
+    return config, [str(it.message) for it in reported]
 
 
 def server_of(values: dict[str, Any]) -> Any:
@@ -39,7 +39,7 @@ def server_of(values: dict[str, Any]) -> Any:
     return federation(config)[0]
 
 
-def test_parts_of_a_file_are_included_with_their_places(tmp_path: Path) -> None:
+def test_included_files_are_read_and_their_errors_have_places(tmp_path: Path) -> None:
     (tmp_path / "parts").mkdir()
     (tmp_path / "parts" / "digits.yml").write_text("datasource: digits\nsampler: iid\n", encoding="utf-8")
     file = tmp_path / "config.yml"
@@ -51,13 +51,15 @@ def test_parts_of_a_file_are_included_with_their_places(tmp_path: Path) -> None:
         read_federated(file)
 
 
-def test_the_keys_of_fedasync_choose_it() -> None:
+def test_the_keys_of_fedasync_choose_fedasync() -> None:
     weighting = {"type": "Hinge", "a": 10, "b": 4}
     keys = {"synchronous": False, "mixing_hyperparameter": 0.5, "adaptive_mixing": True}
     values = {"server": {**keys, "staleness_weighting_function": weighting}, "algorithm": {"type": "fedavg"}}
-    config, told = read(values)
+    config, reported = read(values)
     assert config.algorithm.type == "fedasync"
-    assert told == ["as plato's program for this file: server.mixing_hyperparameter chooses the algorithm fedasync"]
+    assert reported == [
+        "as in plato's program for this file: server.mixing_hyperparameter chooses the algorithm fedasync"
+    ]
     algorithm = federation(config)[0].algorithm
     assert isinstance(algorithm, FedAsync)
     assert algorithm.mixing(staleness=5) == 0.5 / 11
@@ -79,10 +81,10 @@ def test_the_constant_of_the_proximal_term_chooses_fedprox() -> None:
         ({"ditto_lambda": 0.1}, "ditto"),
     ],
 )
-def test_the_keys_of_one_algorithm_choose_it(options: dict[str, Any], name: str) -> None:
-    config, told = read({"algorithm": {"type": "fedavg", **options}})
+def test_the_keys_of_one_algorithm_choose_this_algorithm(options: dict[str, Any], name: str) -> None:
+    config, reported = read({"algorithm": {"type": "fedavg", **options}})
     assert config.algorithm.type == name
-    assert told == [f"as plato's program for this file: algorithm.{_first(name)} chooses the algorithm {name}"]
+    assert reported == [f"as in plato's program for this file: algorithm.{_first(name)} chooses the algorithm {name}"]
     federation(config)
 
 
@@ -101,14 +103,14 @@ def test_the_keys_of_oort_and_of_afl_choose_the_selection() -> None:
     assert vars(afl) == vars(AFLSelection(1, alpha1=0.5, alpha2=0.02, alpha3=0.2))
 
 
-def test_a_selection_takes_arguments() -> None:
+def test_a_selection_accepts_arguments() -> None:
     server = server_of({"server": {"selection": {"afl": {"alpha3": 0.3}}}})
     assert vars(server.selection) == vars(AFLSelection(1, alpha3=0.3))
     with pytest.raises(ConfigErrors, match=r"server\.selection\.afl\.alpha3: expected a share from 0 to 1, got 3"):
         read_federated({"server": {"selection": {"afl": {"alpha3": 3.0}}}})
 
 
-def test_personalized_files_keep_the_layers_of_clients() -> None:
+def test_personalized_files_keep_layers_at_clients() -> None:
     algorithm = {"type": "fedavg_personalized", "local_layer_names": ["3"], "global_layer_names": ["1"]}
     values = {**SMALL, "algorithm": {**algorithm, "personalization": {"participating_client_ratio": 0.5, "epochs": 2}}}
     server = server_of({**values, "data": {"testset_sampler": "iid"}})
@@ -118,11 +120,11 @@ def test_personalized_files_keep_the_layers_of_clients() -> None:
     assert sorted(server.personalized.metrics) == [1, 2, 3, 4]
 
 
-def test_personalization_that_is_only_in_plato_is_named() -> None:
+def test_personalization_methods_only_in_plato_are_named() -> None:
     values = {"algorithm": {"type": "fedavg_personalized", "personalization": {"epochs": 1, "model_name": "mlp"}}}
-    config, told = read(values)
+    config, reported = read(values)
     assert (config.algorithm.type, dict(config.algorithm.personalization)) == ("fedavg", {"epochs": 1})
-    assert told == ["keys of plato that are not supported have no effect: algorithm.personalization.model_name"]
+    assert reported == ["keys of plato that are not supported have no effect: algorithm.personalization.model_name"]
 
 
 def test_edge_servers_do_not_restrict_the_clients_of_a_round() -> None:
@@ -132,12 +134,12 @@ def test_edge_servers_do_not_restrict_the_clients_of_a_round() -> None:
         federation(config)
 
 
-def test_clients_have_test_partitions_of_a_size() -> None:
+def test_test_partitions_of_clients_have_a_configured_size() -> None:
     data = server_of({**SMALL, "data": {"testset_sampler": "iid", "test_partition_size": 30}})
     data.run()
     assert [len(data.datasource.test_data(it)[0]) for it in (1, 2, 3, 4)] == [30] * 4
-    told = read({"data": {"test_partition_size": 30}})[1]
-    assert told == [
+    reported = read({"data": {"test_partition_size": 30}})[1]
+    assert reported == [
         "keys of plato that are not supported have no effect: data.test_partition_size (without testset_sampler)"
     ]
 
@@ -161,17 +163,17 @@ def test_a_distribution_of_partition_sizes_shrinks_partitions() -> None:
         read_federated({"data": {"testset_sampler": "iid", "test_partition_size": "x"}})
 
 
-def test_processors_that_undo_others_are_part_of_those() -> None:
+def test_inverse_processors_are_part_of_their_counterparts() -> None:
     pytest.importorskip("zstandard")
     clients = {"outbound_processors": ["model_quantize", "model_compress"], "inbound_processors": ["model_decompress"]}
     server = {
         "inbound_processors": ["model_decompress", "model_dequantize"],
         "outbound_processors": ["model_compress", "unstructured_pruning"],
     }
-    config, told = read({"clients": clients, "server": server})
+    config, reported = read({"clients": clients, "server": server})
     assert config.clients.outbound_processors == ("model_quantize", "model_compress")
     assert config.clients.inbound_processors == ("model_compress",)
-    assert told == [
+    assert reported == [
         "keys of plato that are not supported have no effect: server.outbound_processors: unstructured_pruning"
     ]
     others, _ = read({"clients": {"outbound_processors": ["model_quantize_qsgd", "compress"]}})
@@ -188,30 +190,30 @@ def test_keys_without_a_counterpart_are_named_in_one_warning() -> None:
         "parameters": {"limitation": {"activated": True}},
         "results": {"types": "round, accuracy, comm_time, round_time", "plot": "round"},
     }
-    config, told = read(values)
+    config, reported = read(values)
     named = "results.types: comm_time, clients.attack_type, clients.attacker_ids, trainer.num_classes"
     more = "parameters.limitation, results.plot, algorithm.attack_method, algorithm.threshold"
-    assert told == [f"keys of plato that are not supported have no effect: {named}, {more}"]
+    assert reported == [f"keys of plato that are not supported have no effect: {named}, {more}"]
     assert config.results.types == ("round", "accuracy", "round_time")
 
 
-def test_a_key_of_another_algorithm_of_ours_is_still_an_error() -> None:
+def test_a_key_of_another_supported_algorithm_is_still_an_error() -> None:
     with pytest.raises(ConfigErrors, match=r"algorithm\.mu: unknown key"):
         read_federated({"algorithm": {"type": "fedavg", "mu": 0.1}})
 
 
-def test_a_key_that_nobody_knows_is_still_an_error() -> None:
+def test_an_unknown_key_is_still_an_error() -> None:
     for section, key, nearest in (("server", "sychronous", "synchronous"), ("results", "results_path", "result_path")):
         with pytest.raises(ConfigErrors, match=rf"{section}\.{key}: unknown key: did you mean '{nearest}'"):
             read_federated({section: {key: 1}})
 
 
-def test_no_key_is_supported_and_not_supported() -> None:
+def test_no_key_is_both_supported_and_unsupported() -> None:
     for section, keys in NOT_SUPPORTED.items():
         assert not keys & SECTIONS[section].keys(), section
 
 
-def test_the_columns_of_plato_that_follow_from_others() -> None:
+def test_plato_result_columns_are_derived_from_ours() -> None:
     server = server_of({**SMALL, "trainer": {"rounds": 2}})
     records = server.run()
     rows = rows_of(records, ("round_time", "comm_overhead"))
@@ -226,8 +228,8 @@ def test_a_private_trainer_spends_the_epsilon_of_the_file_at_every_client() -> N
     private = {"dp_epsilon": 5.0, "dp_delta": 1e-5, "dp_max_grad_norm": 0.5, "max_physical_batch_size": 128}
     data = {"sampler": "sample_quantity_noniid"}
     values = {"clients": {"total_clients": 3, "per_round": 3}, "data": data, "trainer": {**trainer, **private}}
-    config, told = read(values)
-    assert told == ["keys of plato that are not supported have no effect: trainer.max_physical_batch_size"]
+    config, reported = read(values)
+    assert reported == ["keys of plato that are not supported have no effect: trainer.max_physical_batch_size"]
     server, client = federation(config)
     server.prepare(client)
     worker: Any = server.worker

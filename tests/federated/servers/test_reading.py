@@ -58,7 +58,7 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-def test_sections_of_plato_become_one_value(tmp_path: Path) -> None:
+def test_sections_of_plato_become_one_settings_object(tmp_path: Path) -> None:
     config = read_federated(written(tmp_path, PLATO))
     assert (config.clients.total_clients, config.clients.per_round, config.clients.do_test) == (100, 10, True)
     assert config.clients.outbound_processors == ({"norm_clip": {"max_norm": 1.0}}, "model_compress")
@@ -68,11 +68,11 @@ def test_sections_of_plato_become_one_value(tmp_path: Path) -> None:
     assert config.results.types == ("round", "accuracy", "elapsed_time")
 
 
-def test_nothing_is_all_defaults() -> None:
+def test_an_empty_configuration_has_all_defaults() -> None:
     assert read_federated({}) == FederatedConfig()
 
 
-def test_all_mistakes_come_at_once_each_with_its_place(tmp_path: Path) -> None:
+def test_all_mistakes_of_a_file_are_reported_at_once_with_their_places(tmp_path: Path) -> None:
     text = PLATO.replace("per_round", "per_rond").replace("rounds: 5", "rounds: many").replace("fedavg", "fedavgg")
     with pytest.raises(ConfigErrors) as caught:
         read_federated(written(tmp_path, text.replace("trainer:", "trainers:", 1)))
@@ -85,41 +85,41 @@ def test_all_mistakes_come_at_once_each_with_its_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["inbound_processors", "outbound_processors"])
-def test_an_unknown_postprocessor_is_a_mistake(key: str) -> None:
+def test_an_unknown_postprocessor_is_an_error(key: str) -> None:
     with pytest.raises(ConfigErrors, match=rf"^clients\.{key}: unknown postprocessor 'qsdg': did you mean 'qsgd'\?"):
         read_federated({"clients": {key: ["zstd", {"qsdg": {}}]}})
 
 
-def test_more_clients_per_round_than_there_are_is_a_mistake(tmp_path: Path) -> None:
+def test_more_clients_per_round_than_clients_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigErrors, match=r"plato.yml:4:5: clients.per_round: expected at most total_clients, which is"
     ):
         read_federated(written(tmp_path, PLATO), ["clients.total_clients=5"])
 
 
-def test_the_command_line_sets_keys_over_the_file(tmp_path: Path) -> None:
+def test_command_line_settings_override_the_file(tmp_path: Path) -> None:
     config = read_federated(written(tmp_path, PLATO), ["trainer.rounds=7", "data.options={min_samples: 2}"])
     assert config.trainer.rounds == 7
     assert dict(config.data.options) == {"min_samples": 2, "concentration": 0.5}
 
 
-def test_a_wrong_setting_is_named_by_its_text(tmp_path: Path) -> None:
+def test_an_invalid_command_line_setting_is_quoted(tmp_path: Path) -> None:
     with pytest.raises(ConfigErrors, match=r"^trainer.rounds=x: expected a whole number of at least 1"):
         read_federated(written(tmp_path, PLATO), ["trainer.rounds=x"])
 
 
-def test_what_plato_has_for_sockets_is_one_warning(tmp_path: Path) -> None:
+def test_socket_settings_of_plato_give_one_warning(tmp_path: Path) -> None:
     text = PLATO.replace("server:", "server:\n    address: 127.0.0.1\n    port: 8000") + "general:\n    base_path: .\n"
     with pytest.warns(UserWarning, match=r"are ignored: server.address, server.port, general$"):
         read_federated(written(tmp_path, text))
 
 
-def test_a_missing_file_is_one_sentence(tmp_path: Path) -> None:
+def test_a_missing_file_raises_a_one_sentence_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none.yml: cannot be read: No such file"):
         read_federated(tmp_path / "none.yml")
 
 
-def test_files_with_a_mistake_are_refused_by_sentences_and_never_otherwise(tmp_path: Path) -> None:
+def test_random_invalid_files_raise_only_configuration_errors(tmp_path: Path) -> None:
     rng = random.Random(0)
     lines = PLATO.splitlines()
     accepted = 0
@@ -145,15 +145,15 @@ def test_every_misspelt_key_is_reported_with_its_line(key: tuple[str, str], tmp_
     assert any(f"plato.yml:{line}:5: " in problem and f"{name}x" in problem for problem in caught.value.problems)
 
 
-def test_the_name_of_a_model_chooses_it_where_no_type_is_given() -> None:
+def test_the_model_name_chooses_the_model_without_a_type() -> None:
     assert read_federated({"trainer": {"model_name": "LeNet5"}}).trainer.model_type == "lenet5"
     assert read_federated({"trainer": {"model_name": "mlp_large"}}).trainer.model_type == "mlp"
     assert read_federated({"trainer": {"model_name": "LeNet5", "model_type": "mlp"}}).trainer.model_type == "mlp"
 
 
-def test_a_label_without_a_model_is_told_with_the_models_that_there_are() -> None:
+def test_an_unknown_model_name_raises_with_the_known_models() -> None:
     sentence = (
-        r"^trainer\.model_name: only a label here, with which the default model trains: unknown model 'lenet-5': "
+        r"^trainer\.model_name: it is only a label, and the default model is trained: unknown model 'lenet-5': "
         r"did you mean 'lenet5'\? \(known: cnn, .*\); give model_type for another model$"
     )
     with pytest.warns(UserWarning, match=sentence):
@@ -202,7 +202,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_an_argument_of_a_piece_that_is_wrong_is_one_sentence_with_its_place(text: str, tmp_path: Path) -> None:
+def test_an_invalid_argument_of_a_component_is_one_sentence_with_its_place(text: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigErrors) as caught:
         read_federated(written(tmp_path, text))
     (problem,) = caught.value.problems
@@ -218,7 +218,7 @@ PIECES = {
 
 
 @pytest.mark.parametrize("kind", PIECES)
-def test_no_value_of_any_option_of_a_piece_ends_in_another_error(kind: str) -> None:
+def test_no_value_of_a_component_option_raises_another_error(kind: str) -> None:
     registry, config = PIECES[kind]
     for name in registry.names():  # type: ignore[attr-defined]  # a table of either kind
         for option in inspect.signature(registry.get(name)).parameters:  # type: ignore[attr-defined]

@@ -6,7 +6,7 @@ import csv
 import io
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from rich.console import Console
@@ -27,19 +27,19 @@ RECORDS = [
 ]
 
 
-def test_a_table_has_what_any_round_has() -> None:
+def test_the_results_table_has_every_column_that_some_round_has() -> None:
     rows = rows_of(RECORDS)
     assert [row["accuracy"] for row in rows] == ["", 0.5]
     assert [row["reported"] for row in rows] == ["3", "1 3"]
     assert rows[0]["faults"] == "2 crashed"
 
 
-def test_columns_that_no_round_has_are_refused() -> None:
+def test_columns_that_no_round_has_are_rejected() -> None:
     with pytest.raises(UnknownNameError, match=r"unknown column of results.types 'acuracy': did you mean 'accuracy'\?"):
         rows_of(RECORDS, ["round", "acuracy"])
 
 
-def test_the_files_tell_what_the_records_do(tmp_path: Path) -> None:
+def test_the_result_files_agree_with_the_records(tmp_path: Path) -> None:
     server = fedavg.Server(rounds=2, total_clients=3, per_round=2, callbacks=[WriteResults(tmp_path / "out")])
     records = server.run()
     with open(tmp_path / "out" / "rounds.csv", encoding="utf-8") as file:
@@ -49,7 +49,7 @@ def test_the_files_tell_what_the_records_do(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["rounds.csv", "rounds.png"]
 
 
-def test_every_round_has_a_line_that_names_who_was_left_out() -> None:
+def test_the_log_line_of_a_round_names_clients_that_were_left_out() -> None:
     class Watched:
         records = RECORDS[:1]
         current_round = 1
@@ -62,6 +62,23 @@ def test_every_round_has_a_line_that_names_who_was_left_out() -> None:
     display.on_clients_processed(Watched())
     display.on_server_will_close(Watched())
     assert text.getvalue() == "round  1/10  1 of 2 clients  train loss 2.0000  0.50s  client 2 crashed: ValueError: x\n"
+
+
+def test_the_line_of_a_round_fits_80_columns_and_has_the_time_of_the_round() -> None:
+    class Watched:
+        metrics: ClassVar[dict[str, float]] = {"accuracy": 0.2758, "loss": 2.2816, "train_loss": 0.0889}
+        records = (RoundRecord(1, 1.09, (1, 2), (1, 2), (), {}), RoundRecord(2, 1.16, (1, 2), (1, 2), (), metrics))
+        current_round = 2
+        config = FederatedConfig()
+        backend = Sequential()
+
+    text = io.StringIO()
+    display = RoundDisplay(Console(file=text, width=80))
+    display.on_training_will_start(Watched())
+    display.on_clients_processed(Watched())
+    line = "round  2/10  2 clients  accuracy 0.2758  loss 2.2816  train loss 0.0889  0.07s"
+    assert text.getvalue() == f"{line}\n"
+    assert len(line) <= 80
 
 
 @pytest.mark.parametrize(
@@ -87,19 +104,19 @@ def test_a_fault_names_its_client_once(reason: str, told: str) -> None:
     assert text.getvalue() == f"round  1/10  0 of 1 client  0.50s  {told}\n"
 
 
-def test_a_server_with_a_folder_for_results_writes_them(tmp_path: Path) -> None:
+def test_a_server_with_a_results_folder_writes_results(tmp_path: Path) -> None:
     fedavg.Server(rounds=1, total_clients=2, per_round=2, result_path=str(tmp_path)).run()
     assert (tmp_path / "rounds.csv").read_text().splitlines()[0] == "round,accuracy,elapsed_time"
     assert (tmp_path / "rounds.png").exists()
 
 
-def test_results_are_written_once_by_the_callback_that_is_given(tmp_path: Path) -> None:
+def test_a_given_results_callback_writes_results_once(tmp_path: Path) -> None:
     given = WriteResults(tmp_path / "mine", ["round"])
     fedavg.Server(rounds=1, total_clients=2, per_round=2, result_path=str(tmp_path / "other"), callbacks=[given]).run()
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_the_accuracy_of_clients_has_columns_if_it_is_recorded(tmp_path: Path) -> None:
+def test_recorded_client_accuracies_have_columns(tmp_path: Path) -> None:
     settings: Any = {"rounds": 2, "total_clients": 2, "per_round": 2, "result_path": str(tmp_path)}
     clients = FederatedConfig().clients
     tested = replace(clients, total_clients=2, per_round=2, do_test=True, test_interval=2)
@@ -112,6 +129,6 @@ def test_the_accuracy_of_clients_has_columns_if_it_is_recorded(tmp_path: Path) -
     assert all(second.split(",")[3:])
 
 
-def test_the_accuracy_of_clients_that_is_not_measured_cannot_be_recorded() -> None:
+def test_unmeasured_client_accuracies_cannot_be_recorded() -> None:
     with pytest.raises(ConfigError, match="record_clients_accuracy: clients measure no accuracy unless do_test"):
         fedavg.Server(record_clients_accuracy=True)

@@ -1,4 +1,4 @@
-"""Servers that go on from their checkpoints; kills are in tests/reliability."""
+"""Servers resumed from their checkpoints; kills are in tests/reliability."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _run(kind: str, folder: Path | None = None, **options: Any) -> Server:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_that_was_cut_in_any_round_ends_with_the_same_bits(kind: str, tmp_path: Path) -> None:
+def test_a_run_interrupted_in_any_round_ends_with_the_same_bits(kind: str, tmp_path: Path) -> None:
     expected = outcome(_run(kind))
     for round in range(1, 6):
         with pytest.raises(PowerCutError):
@@ -67,9 +67,7 @@ def test_a_run_that_was_cut_in_any_round_ends_with_the_same_bits(kind: str, tmp_
 
 
 @pytest.mark.parametrize("is_stored", [False, True])
-def test_a_round_that_a_callback_fails_after_has_been_and_one_that_it_fails_in_has_not(
-    is_stored: bool, tmp_path: Path
-) -> None:
+def test_a_callback_error_keeps_a_finished_round_and_discards_a_running_one(is_stored: bool, tmp_path: Path) -> None:
     server = make_server("everything", tmp_path if is_stored else None, callbacks=[Complain()])
     server.prepare(Client(trainer=make_trainer()))
     for number in range(1, 6):
@@ -82,12 +80,12 @@ def test_a_round_that_a_callback_fails_after_has_been_and_one_that_it_fails_in_h
     assert outcome(server) == outcome(_run("everything"))
 
 
-def test_a_run_that_is_over_stays_as_it_is(tmp_path: Path) -> None:
+def test_a_finished_run_is_not_changed_by_another_run(tmp_path: Path) -> None:
     expected = outcome(_run("everything", tmp_path))
     assert outcome(_run("everything", tmp_path)) == expected
 
 
-def test_two_checkpoints_are_kept_and_a_damaged_one_is_passed_over(tmp_path: Path) -> None:
+def test_two_checkpoints_are_kept_and_a_damaged_one_is_skipped(tmp_path: Path) -> None:
     expected = outcome(_run("everything", tmp_path))
     checkpoints = tmp_path / "checkpoints"
     assert [info.path.name for info in store.list_checkpoints(checkpoints)] == ["round_4", "round_5"]
@@ -96,21 +94,21 @@ def test_two_checkpoints_are_kept_and_a_damaged_one_is_passed_over(tmp_path: Pat
         assert outcome(_run("everything", tmp_path)) == expected
 
 
-def test_states_that_an_earlier_run_left_are_not_taken_for_ones_own(tmp_path: Path) -> None:
+def test_client_states_of_an_earlier_run_are_ignored(tmp_path: Path) -> None:
     expected = outcome(_run("everything", tmp_path))
     for path in (tmp_path / "checkpoints").glob("round_*"):
         shutil.rmtree(path)
     assert outcome(_run("everything", tmp_path)) == expected
 
 
-def test_checkpoints_without_the_states_of_clients_are_refused(tmp_path: Path) -> None:
+def test_checkpoints_without_client_states_are_rejected(tmp_path: Path) -> None:
     _run("everything", tmp_path)
     (tmp_path / "checkpoints" / "clients.db").unlink()
     with pytest.raises(CheckpointError, match="the file does not belong to the checkpoint"):
         _run("everything", tmp_path)
 
 
-def test_states_can_lie_elsewhere(tmp_path: Path) -> None:
+def test_client_states_can_be_stored_in_another_folder(tmp_path: Path) -> None:
     options = {"states_path": str(tmp_path / "states")}
     with pytest.raises(PowerCutError):
         _run("everything", tmp_path, callbacks=[Cut(3)], **options)
@@ -118,7 +116,7 @@ def test_states_can_lie_elsewhere(tmp_path: Path) -> None:
     assert outcome(_run("everything", tmp_path, **options)) == outcome(_run("everything"))
 
 
-def test_states_can_be_kept_in_a_file_without_checkpoints(tmp_path: Path) -> None:
+def test_client_states_can_be_stored_in_a_file_without_checkpoints(tmp_path: Path) -> None:
     expected = outcome(_run("everything"))
     for _ in range(2):
         assert outcome(_run("everything", states_path=str(tmp_path))) == expected
@@ -132,19 +130,19 @@ def test_states_can_be_kept_in_a_file_without_checkpoints(tmp_path: Path) -> Non
         ({"selection_name": "round_robin"}, "written with selection RandomSelection, not RoundRobinSelection"),
     ],
 )
-def test_a_checkpoint_of_another_federation_is_refused(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+def test_a_checkpoint_of_another_federation_is_rejected(tmp_path: Path, options: dict[str, Any], words: str) -> None:
     _run("plain", tmp_path, rounds=1)
     with pytest.raises(CheckpointError, match=words):
         _run("plain", tmp_path, **options)
 
 
-def test_a_checkpoint_that_is_not_of_a_server_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_not_a_server_checkpoint_is_rejected(tmp_path: Path) -> None:
     store.save(tmp_path / "checkpoints" / "epoch_1", {"model": {}, "progress": {}})
     with pytest.raises(CheckpointError, match="not of a server, and has no rounds: give another checkpoint_path"):
         _run("plain", tmp_path)
 
 
-def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_rejected(tmp_path: Path) -> None:
     _run("plain", tmp_path, rounds=1)
     server = Server(nn.Linear(4, 3), Blobs(), rounds=2, seed=3, checkpoint_path=str(tmp_path / "checkpoints"))
     with pytest.raises(CheckpointError, match="of another model"):

@@ -19,7 +19,7 @@ def _prepared(**settings: Any) -> Server:
     return server
 
 
-def test_the_steps_called_one_by_one_are_a_round() -> None:
+def test_the_steps_of_a_round_called_one_by_one_equal_a_round() -> None:
     server, expected = _prepared(), _prepared()
     expected.run()
     server.backend.start(server.worker)

@@ -1,4 +1,4 @@
-"""Rounds that wait for all, for some, or for one; who hears of them; and when they end."""
+"""Synchronous and asynchronous rounds, their callbacks, and their stop conditions."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def _run(**options: Any) -> Server:
     return server
 
 
-def test_a_server_that_waits_for_all_is_synchronous_whatever_it_is_called() -> None:
+def test_a_server_that_waits_for_all_clients_is_synchronous() -> None:
     patient = _run(synchronous=False, minimum_clients_aggregated=4)
     plain = _run()
     assert [record.reported for record in patient.records] == [record.reported for record in plain.records]
     torch.testing.assert_close(dict(patient.weights), dict(plain.weights), rtol=0, atol=0)
 
 
-def test_rounds_that_do_not_wait_are_deterministic() -> None:
+def test_asynchronous_rounds_are_deterministic() -> None:
     first, second = (_run(**ASYNCHRONOUS, algorithm=FedBuff, rounds=8) for _ in range(2))
     assert first.records == second.records
     torch.testing.assert_close(dict(first.weights), dict(second.weights), rtol=0, atol=0)
 
 
-def test_nobody_is_asked_who_is_still_at_work_and_as_many_are_as_before() -> None:
+def test_busy_clients_are_not_selected_and_the_number_is_constant() -> None:
     server = _server(**ASYNCHRONOUS, rounds=8)
     at_work: list[set[int]] = []
 
@@ -72,7 +72,7 @@ def test_staleness_is_counted_in_rounds() -> None:
     assert len(set(seen)) > 2
 
 
-def test_what_fedasync_mixes_is_what_the_client_began_with() -> None:
+def test_fedasync_mixes_relative_to_the_weights_the_client_started_from() -> None:
     # With m = 1 every update replaces the model by what its client has trained, however stale it is.
     server = _server(**{**ASYNCHRONOUS, "minimum_clients_aggregated": 1}, algorithm=FedAsync(1.0), rounds=5)
 
@@ -87,7 +87,7 @@ def test_what_fedasync_mixes_is_what_the_client_began_with() -> None:
     assert any(record.staleness for record in records)
 
 
-def test_simulated_time_of_a_round_is_that_of_its_slowest_client() -> None:
+def test_the_simulated_time_of_a_round_is_the_time_of_its_slowest_client() -> None:
     server = _run(simulate_wall_time=True, comm_simulation=False, avg_training_time=2.0, rounds=1)
     slowest = max(Blobs().num_samples(client_id) for client_id in server.records[0].selected)
     average = sum(map(Blobs().num_samples, range(1, 9))) / 8
@@ -101,7 +101,7 @@ def test_sending_costs_simulated_time() -> None:
     assert slow.elapsed_time - quick.elapsed_time == pytest.approx(sent * 8 / 1000, rel=1e-3)
 
 
-def test_masks_need_rounds_that_wait_for_all() -> None:
+def test_masks_require_synchronous_rounds() -> None:
     with pytest.raises(ConfigError, match="synchronous: masks cancel among the clients of one round"):
         _server(synchronous=False, postprocessors=["pairwise_masks"])
 
@@ -112,21 +112,21 @@ def test_masks_do_not_change_the_mean() -> None:
     torch.testing.assert_close(dict(masked.weights), dict(plain.weights), rtol=1e-4, atol=1e-6)
 
 
-def test_postprocessors_make_updates_smaller_and_records_say_so() -> None:
+def test_postprocessors_shrink_updates_and_records_report_the_sizes() -> None:
     small, plain = _run(postprocessors=["quantization"]), _run()
     assert small.records[0].bytes_up < 0.6 * plain.records[0].bytes_up
     assert small.records[0].bytes_down == plain.records[0].bytes_down
     torch.testing.assert_close(dict(small.weights), dict(plain.weights), rtol=0.5, atol=0.1)
 
 
-def test_what_goes_down_can_be_smaller_too() -> None:
+def test_weights_sent_to_clients_can_be_compressed() -> None:
     small, plain = _run(inbound_processors=("bfloat16",), rounds=1), _run(rounds=1)
     assert small.records[0].bytes_down < 0.6 * plain.records[0].bytes_down
     assert not small.records[0].faults
     torch.testing.assert_close(dict(small.weights), dict(plain.weights), rtol=0.1, atol=0.05)
 
 
-def test_what_postprocessors_keep_of_a_client_is_its_own() -> None:
+def test_postprocessor_state_is_stored_per_client() -> None:
     server = _run(postprocessors=[{"top_k": {"ratio": 0.2, "error_feedback": True}}], algorithm=Everything)
     reported = {client_id for record in server.records for client_id in record.reported}
     for client_id in range(1, 9):
@@ -134,7 +134,7 @@ def test_what_postprocessors_keep_of_a_client_is_its_own() -> None:
         assert set(state) == ({"remembering", "model", "postprocessors"} if client_id in reported else set())
 
 
-def test_callbacks_are_called_in_the_order_of_things() -> None:
+def test_server_callbacks_are_called_in_the_documented_order() -> None:
     heard: list[Any] = []
 
     class Listen(ServerCallback):
@@ -172,7 +172,7 @@ def test_callbacks_are_called_in_the_order_of_things() -> None:
 
 @pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("options", [{}, ASYNCHRONOUS])
-def test_the_server_closes_after_an_error_and_goes_on_with_the_same_round(
+def test_the_server_closes_after_an_error_and_repeats_the_round(
     options: dict[str, Any], stored: bool, tmp_path: Path
 ) -> None:
     class Trip(ServerCallback):
@@ -198,7 +198,7 @@ def test_the_server_closes_after_an_error_and_goes_on_with_the_same_round(
     assert outcome(server) == outcome(plain)
 
 
-def test_anything_else_is_no_callback() -> None:
+def test_an_object_that_is_not_a_server_callback_is_rejected() -> None:
     with pytest.raises(ConfigError, match="expected a ServerCallback"):
         _server(callbacks=[print])
 
@@ -218,7 +218,7 @@ def test_the_run_ends_at_the_target_perplexity() -> None:
     assert bool((losses[:-1].exp() > 2.85).all())
 
 
-def test_the_callers_randomness_is_left_alone() -> None:
+def test_a_federation_does_not_change_the_rng_of_the_caller() -> None:
     torch.manual_seed(9)
     _run(rounds=1)
     after = torch.rand(1)
@@ -226,14 +226,14 @@ def test_the_callers_randomness_is_left_alone() -> None:
     assert torch.equal(torch.rand(1), after)
 
 
-def test_more_rounds_go_on_where_the_last_run_ended() -> None:
+def test_a_second_run_continues_after_the_last_round() -> None:
     server = _run(rounds=2)
     server.config = server.config.with_settings(rounds=4)
     server.run()
     torch.testing.assert_close(dict(server.weights), dict(_run().weights), rtol=0, atol=0)
 
 
-def test_nothing_is_shared_with_what_was_given() -> None:
+def test_the_server_shares_no_memory_with_its_arguments() -> None:
     model, trainer, algorithm = make_model(), make_trainer(), Everything()
     before = copy.deepcopy(model.state_dict())
     client = Client(model=model, trainer=trainer)

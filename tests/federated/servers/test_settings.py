@@ -14,7 +14,7 @@ from dovetail.federated.robust import CoordinateMedian
 from dovetail.federated.servers.settings import read_settings
 
 
-def test_a_name_given_as_an_argument_is_written_into_the_configuration() -> None:
+def test_a_component_name_given_as_an_argument_is_written_to_the_configuration() -> None:
     settings = read_settings(
         FederatedConfig().with_settings(rounds=3),
         {"per_round": 2},
@@ -33,7 +33,7 @@ def test_a_name_given_as_an_argument_is_written_into_the_configuration() -> None
     assert len(settings.outbound) == 1
 
 
-def test_an_object_given_as_an_argument_is_used_and_an_algorithm_is_copied() -> None:
+def test_a_given_object_is_used_and_an_algorithm_is_copied() -> None:
     backend, algorithm = Sequential(), FedProx(mu=0.5)
     settings = read_settings(None, {}, backend=backend, algorithm=algorithm)
     assert settings.backend is backend
@@ -41,7 +41,7 @@ def test_an_object_given_as_an_argument_is_used_and_an_algorithm_is_copied() -> 
     assert settings.algorithm is not algorithm
 
 
-def test_edge_servers_run_the_algorithm_and_the_server_above_averages() -> None:
+def test_edge_servers_run_the_algorithm_and_the_top_server_averages() -> None:
     settings = read_settings(
         None, {"cross_silo": True, "total_silos": 2}, algorithm="fedprox", postprocessors=["quantization"]
     )
@@ -52,13 +52,13 @@ def test_edge_servers_run_the_algorithm_and_the_server_above_averages() -> None:
     assert list(settings.silos.ids) == [1, 2]
 
 
-def test_settings_do_not_change() -> None:
+def test_settings_are_immutable() -> None:
     settings = read_settings(None, {})
     with pytest.raises(FrozenInstanceError):
         settings.algorithm = FedAvg()  # type: ignore[misc]
 
 
-def test_a_backend_does_not_wait_for_simulated_seconds() -> None:
+def test_a_backend_does_not_wait_for_simulated_time() -> None:
     assert read_settings(None, {"timeout": 5.0}, backend="process").backend.timeout == 5.0
     assert read_settings(None, {"timeout": 5.0, "synchronous": False}, backend="process").backend.timeout is None
 

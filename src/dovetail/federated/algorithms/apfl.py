@@ -18,7 +18,7 @@ from dovetail.federated.algorithms.own_model import ModelFunction, WithWeights, 
 from dovetail.federated.messages import Weights
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.optimizers import twin_of
-from dovetail.trainers.strategies.anchored import trained
+from dovetail.trainers.strategies.anchored import model_parameters
 from dovetail.trainers.strategies.base import ModelUpdateStrategy
 from dovetail.trainers.strategies.nesting import Described
 from dovetail.trainers.strategies.training_step import Criterion, NestingStepStrategy, Options, SplitStepStrategy
@@ -56,10 +56,10 @@ class APFLUpdateStrategy(Described, ModelUpdateStrategy):
         expect(0 <= self.alpha <= 1, "alpha", "a number from 0 to 1", self.alpha)
 
     def on_prepare(self, context: TrainingContext) -> None:
-        """A client starts with v = w."""
+        """Initialize v with w before a client's first run."""
         if _KEY not in context.client.state:
             own = first_own_model(context, self.model_fn)
-            first = next(iter(trained(context).values()))
+            first = next(iter(model_parameters(context).values()))
             # Steps of α are smaller than the resolution of half precision.
             dtype = torch.promote_types(first.dtype, torch.float32)
             context.client.state[_KEY] = {"v": own, "alpha": torch.tensor(self.alpha, dtype=dtype, device=first.device)}
@@ -72,7 +72,7 @@ class APFLUpdateStrategy(Described, ModelUpdateStrategy):
         kept = context.client.state.get(_KEY)
         if kept is None:
             return None
-        sent = {name: value.detach() for name, value in trained(context).items()}
+        sent = {name: value.detach() for name, value in model_parameters(context).items()}
         own = {name: kept["v"][name] for name in sent}
         return {**kept["v"], **context.client.each(_mixed, own, sent, kept["alpha"])}
 
@@ -149,12 +149,12 @@ class APFLStepStrategy(NestingStepStrategy):
             raise ConfigError(f"{self!r}: give the trainer an APFLUpdateStrategy, too, which keeps v and α")
         optimizers = context.optimizers
         if context.run.needs_closure:
-            raise ConfigError(f"{self!r}: an optimizer that evaluates the loss itself (LBFGS) knows one model only")
+            raise ConfigError(f"{self!r}: an optimizer that evaluates the loss itself (LBFGS) supports one model only")
         states = self._states() if context.run.id and context.run.id == self._run_id else []
         kept = context.client.state[_KEY] = map_tensors(
             lambda it: it.detach().to(context.device, copy=True), context.client.state[_KEY]
         )
-        parameters = trained(context)
+        parameters = model_parameters(context)
         self._own = {name: kept["v"][name].detach().requires_grad_(it.requires_grad) for name, it in parameters.items()}
         twins = {parameter: self._own[name] for name, parameter in parameters.items()}
         self._twins = [twin_of(optimizer, twins) for optimizer in optimizers]
@@ -231,7 +231,7 @@ class APFLStepStrategy(NestingStepStrategy):
         buffers = {name: it for name, it in context.client.state[_KEY]["v"].items() if name not in self._own}
         if self.mix == "outputs":
             return _OutputMixture(model, {**self._own, **buffers}, alpha, context)
-        sent = {name: value.detach() for name, value in trained(context).items()}
+        sent = {name: value.detach() for name, value in model_parameters(context).items()}
         return WithWeights(model, {**context.client.each(_mixed, self._own, sent, alpha), **buffers})
 
 

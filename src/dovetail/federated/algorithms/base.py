@@ -14,7 +14,7 @@ from dovetail.federated.messages import Fault, Update, Weights
 from dovetail.overrides import reject_lost_overrides
 from dovetail.trainers.strategies.base import Strategy
 from dovetail.trainers.strategies.bundle import Strategies
-from dovetail.trainers.strategies.model_update import beside
+from dovetail.trainers.strategies.model_update import combine_update_strategies
 from dovetail.trainers.strategies.nesting import Described
 
 _AGGREGATE = "override aggregate(weights, updates, average), which returns the new weights"
@@ -25,9 +25,12 @@ _INSTEAD = {
     "aggregate_deltas": _AGGREGATE,
     "compute_weight_deltas": "the delta of an update is the difference; " + _AGGREGATE + _PLATO,
     "update_weights": _AGGREGATE + _PLATO,
-    "extract_weights": "override stays(name) for layers that are not sent, and payload(client_id) for what else is"
+    "extract_weights": "override is_local(name) for layers that are not sent, and payload(client_id) to send more"
     + _PLATO,
-    "load_weights": "override equip(strategies) for what a client does with the weights that it gets" + _PLATO,
+    "load_weights": "override equip(strategies), which returns the client's strategies" + _PLATO,
+    # Earlier names of methods of this class.
+    "begin": "override prepare(model, num_clients)",
+    "stays": "override is_local(name)",
 }
 
 
@@ -43,7 +46,7 @@ class Algorithm:
         needs_each_update: True if `aggregate` uses more than the result of `average`. Such an algorithm cannot use
             masked updates, of which the server sees only the sum, nor noise that protects only the mean.
         saved: The attributes that `state_dict` returns.
-        num_clients: The number of clients; set by `begin`.
+        num_clients: The number of clients; set by `prepare`.
 
     Example:
         >>> import torch
@@ -67,7 +70,7 @@ class Algorithm:
         """The name in checkpoints and messages."""
         return type(self).__name__
 
-    def begin(self, model: nn.Module, num_clients: int) -> None:
+    def prepare(self, model: nn.Module, num_clients: int) -> None:
         """Read the model before the first round; called by the server and by every client.
 
         Args:
@@ -80,7 +83,7 @@ class Algorithm:
         """Return the strategies, by role, that replace the ones of a client's trainer; they may wrap them."""
         return {}
 
-    def stays(self, name: str) -> bool:
+    def is_local(self, name: str) -> bool:
         """Return whether an entry of the model's state stays with each client and is never sent."""
         return False
 
@@ -150,7 +153,7 @@ class StrategyAlgorithm(Described, Algorithm):
     def _wrap(self, role: str, present: Any) -> Any:
         kind = self.client_strategies[role]
         if role == "model_update":
-            return beside(self._build(kind), present)
+            return combine_update_strategies(self._build(kind), present)
         return self._build(kind, **{"base_loss_fn" if role == "loss" else "base_strategy": present})
 
     def _build(self, kind: type[Any], **inside: Any) -> Any:

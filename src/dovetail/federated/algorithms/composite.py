@@ -1,4 +1,4 @@
-"""Combination of several algorithms."""
+"""Composite algorithm: several federated algorithms combined into one."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ class CompositeAlgorithm(Described, Algorithm):
     def title(self) -> str:
         return " + ".join(algorithm.title for algorithm in self.algorithms)
 
-    def begin(self, model: nn.Module, num_clients: int) -> None:
-        super().begin(model, num_clients)
+    def prepare(self, model: nn.Module, num_clients: int) -> None:
+        super().prepare(model, num_clients)
         for algorithm in self.algorithms:
-            algorithm.begin(model, num_clients)
+            algorithm.prepare(model, num_clients)
 
     def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
         """Return the strategies of all; each wraps those before it."""
@@ -68,8 +68,8 @@ class CompositeAlgorithm(Described, Algorithm):
             made |= algorithm.equip(replace(strategies, **made))
         return made
 
-    def stays(self, name: str) -> bool:
-        return any(algorithm.stays(name) for algorithm in self.algorithms)
+    def is_local(self, name: str) -> bool:
+        return any(algorithm.is_local(name) for algorithm in self.algorithms)
 
     def payload(self, client_id: int) -> Mapping[str, Any]:
         sent: dict[str, Any] = {}
@@ -98,7 +98,7 @@ class CompositeAlgorithm(Described, Algorithm):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if len(state["parts"]) != len(self.algorithms):
             raise CheckpointError(
-                f"{self!r} is of {len(self.algorithms)} algorithms, and the checkpoint has {len(state['parts'])}"
+                f"{self!r} has {len(self.algorithms)} algorithms, but the checkpoint has {len(state['parts'])}"
             )
         for algorithm, part in zip(self.algorithms, state["parts"], strict=True):
             algorithm.load_state_dict(part)

@@ -16,7 +16,7 @@ from dovetail.federated.algorithms.own_phase import OwnPhaseStrategy, model_stat
 from dovetail.federated.messages import Weights
 from dovetail.federated.personalization import personalizes
 from dovetail.trainers.context import Phase, TrainingContext
-from dovetail.trainers.strategies.anchored import trained
+from dovetail.trainers.strategies.anchored import model_parameters
 from dovetail.trainers.strategies.nesting import Described
 
 _KEY = "ditto"
@@ -57,12 +57,12 @@ class DittoUpdateStrategy(Described, OwnPhaseStrategy):
             )
 
     def on_prepare(self, context: TrainingContext) -> None:
-        """A client starts with v = w."""
+        """Initialize v with w before a client's first run."""
         if _KEY not in context.client.state:
             context.client.state[_KEY] = first_own_model(context, self.model_fn)
 
     def phases(self, epochs: int, context: TrainingContext) -> Sequence[Phase]:
-        """Return the epochs of w and of v; in the personalisation round, of v alone."""
+        """Return the epochs of w and of v; in the personalization round, of v alone."""
         if personalizes(context):
             return (Phase(epochs, self.phase_name, is_detached=True),)
         return super().phases(epochs, context)
@@ -81,8 +81,8 @@ class DittoUpdateStrategy(Described, OwnPhaseStrategy):
         if not context.run.is_detached:
             return
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        start: Weights = self.kept["start"]
-        for name, parameter in trained(context).items():
+        start: Weights = self.anchor["start"]
+        for name, parameter in model_parameters(context).items():
             if parameter.grad is not None and id(parameter) in stepped:
                 parameter.grad.add_(parameter.detach() - start[name], alpha=self.ditto_lambda)
 

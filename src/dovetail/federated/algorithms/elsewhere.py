@@ -1,4 +1,4 @@
-"""Loss of a model at other weights than its own."""
+"""Loss of a model at given weights, for algorithms that differentiate at a second point."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def loss_elsewhere(
         >>> loss_elsewhere(model, {"weight": torch.tensor([[3.0]])}, lambda: model(torch.ones(1, 1)).sum())
         tensor(3.)
     """
+    # Copies, so that batch norm does not count this batch a second time.
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     taken = {f"model.{name}": value for name, value in {**buffers, **weights}.items()}
     loss: Tensor = forward_with(_WholeLoss(model, compute), taken, arguments)

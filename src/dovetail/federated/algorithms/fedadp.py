@@ -1,4 +1,4 @@
-"""FedAdp: updates that point where all together point count more."""
+"""FedAdp: the weight of an update depends on its angle to the mean update."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dovetail.federated.averaging import Average, moved, weighted_mean
 from dovetail.federated.messages import Update, Weights
 from dovetail.trainers.strategies.nesting import Described
 
-# Beyond it, math.exp has no number.
+# The exponential of a larger number overflows.
 _MOST = 700.0
 
 
@@ -27,7 +27,7 @@ class FedAdp(Described, ParameterAware):
     at a right angle. Whole numbers are averaged by samples.
 
     Args:
-        alpha: α: how fast updates count less with their angle, and up to e^α times less.
+        alpha: α: the larger, the faster the weight decreases with the angle, by a factor of at most e^α.
 
     Example:
         >>> import torch
@@ -57,15 +57,16 @@ class FedAdp(Described, ParameterAware):
     def aggregate(self, weights: Weights, updates: Sequence[Update], average: Average) -> dict[str, Tensor]:
         mean = self.parameters_of(weighted_mean(updates))
         found = [self.contribution(self._smoothed(update, mean)) for update in updates]
-        # Only how they compare counts, and differences do not overflow.
+        # Only ratios of the factors matter. With the largest exponent subtracted, no exponential overflows.
         factors = [math.exp(it - max(found)) for it in found]
         samples = [update.num_samples for update in updates]
         total = sum(n * factor for n, factor in zip(samples, factors, strict=True))
+        # `average` multiplies by n_k / n, so a scale is ψ_k divided by n_k / n. Their mean by samples is 1.
         scales = [factor * sum(samples) / total if total else 1.0 for factor in factors]
         return moved(weights, average([_scaled(update, scale) for update, scale in zip(updates, scales, strict=True)]))
 
     def _smoothed(self, update: Update, mean: Weights) -> float:
-        """Count the angle of an update, and return the mean of its client's."""
+        """Add the angle of an update to the mean of its client, and return the mean."""
         client, now = str(update.client_id), _angle(update.delta, mean)
         self.rounds[client] = rounds = self.rounds.get(client, 0) + 1
         self.angles[client] = angle = (self.angles.get(client, 0.0) * (rounds - 1) + now) / rounds

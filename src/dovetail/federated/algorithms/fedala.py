@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from dovetail.data import num_batches
 from dovetail.errors import ConfigError, expect
 from dovetail.federated.algorithms.base import StrategyAlgorithm
-from dovetail.federated.algorithms.own_phase import model_state, optimizers_of, put_back, put_into
+from dovetail.federated.algorithms.own_phase import load_in_place, model_state, optimizers_of, restore_optimizers
 from dovetail.federated.messages import Weights
 from dovetail.trainers.context import Phase, TrainingContext
-from dovetail.trainers.strategies.anchored import Anchored, trained
+from dovetail.trainers.strategies.anchored import Anchored, model_parameters
 from dovetail.trainers.strategies.base import ModelUpdateStrategy
 from dovetail.trainers.strategies.nesting import Described
 
@@ -77,47 +77,50 @@ class FedALAUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
     def on_phase_start(self, phase: Phase, context: TrainingContext) -> None:
         """Start the adaptation, or the training of the adapted model."""
         if phase.is_detached:
-            put_into(
-                context, self._between(context.client.state[_KEY]["local"], self.kept["received"], self.kept["mix"])
+            load_in_place(
+                context, self._between(context.client.state[_KEY]["local"], self.anchor["received"], self.anchor["mix"])
             )
-        elif self.kept["adaptation"]:
-            parameters = trained(context)
-            put_into(context, {name: it for name, it in self.kept["received"].items() if name not in parameters})
-            put_back(context, self.kept)
+        elif self.anchor["adaptation"]:
+            parameters = model_parameters(context)
+            # Batch norm has counted the batches of the adaptation, so its statistics are restored.
+            load_in_place(context, {name: it for name, it in self.anchor["received"].items() if name not in parameters})
+            restore_optimizers(context, self.anchor)
 
     def on_gradients(self, optimizer: Optimizer, context: TrainingContext) -> None:
-        """In the adaptation, update W instead of the model."""
+        """Update W instead of the model in the adaptation."""
         if not context.run.is_detached:
             return
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        local, received, mix = context.client.state[_KEY]["local"], self.kept["received"], self.kept["mix"]
+        local, received, mix = context.client.state[_KEY]["local"], self.anchor["received"], self.anchor["mix"]
         counts = self._counts(context)
-        for name, parameter in trained(context).items():
+        for name, parameter in model_parameters(context).items():
             if id(parameter) not in stepped or parameter.grad is None:
                 continue
             if counts and name in mix:
                 # Otherwise an overflow in half precision would leave NaN in W.
                 slope = parameter.grad.nan_to_num(0.0, 0.0, 0.0) * (received[name] - local[name])
                 mix[name] = (mix[name] - self.eta * slope).clamp(0, 1)
+            # Without gradients, the optimizer changes no parameter in the adaptation.
             parameter.grad = None
-        put_into(context, self._between(local, received, mix))
+        load_in_place(context, self._between(local, received, mix))
 
     def on_epoch_end(self, context: TrainingContext) -> None:
         """End the adaptation when the loss has settled."""
         if not context.run.is_detached:
             return
-        losses = self.kept["losses"]
+        losses = self.anchor["losses"]
         losses.append(context.history.get_latest_metric("train_loss"))
         if len(losses) > self.num_pre_loss and pstdev(losses[-self.num_pre_loss :]) < self.threshold:
-            context.progress.epoch = self.kept["adaptation"]
+            # The loop continues with the first epoch of the next phase.
+            context.progress.epoch = self.anchor["adaptation"]
 
     def on_train_end(self, context: TrainingContext) -> None:
         super().on_train_end(context)
         context.run.is_detached = False
         context.client.state[_KEY] = {
             "local": model_state(context),
-            "mix": dict(self.kept["mix"]),
-            "has_adapted": torch.tensor(self.kept["adaptation"] > 0),
+            "mix": dict(self.anchor["mix"]),
+            "has_adapted": torch.tensor(self.anchor["adaptation"] > 0),
         }
 
     def personal_weights(self, context: TrainingContext) -> Mapping[str, Tensor] | None:
@@ -130,24 +133,25 @@ class FedALAUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        if isinstance(self.kept, Mapping):
-            self.kept = {**self.kept, "mix": dict(self.kept["mix"]), "losses": list(self.kept["losses"])}
+        if isinstance(self.anchor, Mapping):
+            self.anchor = {**self.anchor, "mix": dict(self.anchor["mix"]), "losses": list(self.anchor["losses"])}
 
     def _adaptation(self, context: TrainingContext) -> int:
         """Return the epochs of W in the planned run."""
         if context.progress.batches and context.run.id == self._run_id:
             # A resumed run keeps its plan, although the client has a model by now.
-            return int(self.kept["adaptation"])
+            return int(self.anchor["adaptation"])
         known = context.client.state.get(_KEY)
         return 0 if known is None else 1 if known["has_adapted"] else _FIRST_EPOCHS
 
     def _adapted(self, context: TrainingContext) -> dict[str, Tensor]:
         """Return the parameters that are adapted."""
-        every = trained(context)
+        every = model_parameters(context)
         if self.layer_idx > len(every):
             raise ConfigError(
                 f"layer_idx: expected at most the {len(every)} parameters of the model, got {self.layer_idx}"
             )
+        # A layer_idx of 0 selects all, because a slice from -0 is a slice from the start.
         return {name: every[name].detach() for name in list(every)[-self.layer_idx :]}
 
     def _counts(self, context: TrainingContext) -> bool:
@@ -181,7 +185,7 @@ class FedALA(StrategyAlgorithm):
     threshold: float = 0.1
     num_pre_loss: int = 10
 
-    decides = ("the client's own model", "where a client's steps begin")
+    decides = ("the client's own model", "where a client's steps start")
     client_strategies: ClassVar = {"model_update": FedALAUpdateStrategy}
 
 

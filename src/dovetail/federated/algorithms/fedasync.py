@@ -1,4 +1,4 @@
-"""Asynchronous federated optimization: every update is mixed into the global model as it comes."""
+"""FedAsync: asynchronous federated optimization, which mixes every update into the global model on arrival."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ staleness_weights: Registry[Callable[..., StalenessWeight]] = Registry(
 
 
 class FedAsync(Algorithm):
-    """w ← (1 − m) w + m w_k for every update, in the order in which clients were asked (Xie et al., 2019).
+    """w ← (1 − m) w + m w_k for every update, in the order in which clients were selected (Xie et al., 2019).
 
-    w_k is what the client has trained, from the weights that it once got. For a server that is not synchronous and
-    waits for one update at a time.
+    w_k are the trained weights of the client, which may have started from an older w. It is meant for an asynchronous
+    server that waits for one update at a time.
 
     Args:
         mixing_hyperparameter: m, above 0 and at most 1.
@@ -85,6 +85,7 @@ class FedAsync(Algorithm):
         mixed = dict(weights)
         for update in updates:
             delta = average([update])
+            # w_k − w = (sent − w) + Δ_k, because a client sends its difference to the weights that it received.
             away = {name: update.sent[name].to(mixed[name].device) - mixed[name] for name in delta}
             towards = {name: away[name] + change.to(away[name].device) for name, change in delta.items()}
             mixed = moved(mixed, towards, self.mixing(update.staleness))

@@ -1,4 +1,4 @@
-"""FedAtt: layer by layer, the server attends to the clients that are farthest away."""
+"""FedAtt: attentive aggregation, in which distant clients have more weight in each layer."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from dovetail.trainers.strategies.nesting import Described
 class FedAtt(Described, ParameterAware):
     """w ← w − ε Σ a_k (w − w_k) + noise, for every tensor with a = softmax over clients of ‖w − w_k‖ (Ji et al., 2019).
 
-    w − w_k is −Δ_k. Samples count for nothing, also in the mean of buffers. A tensor that no client has changed stays
-    as it is, without noise.
+    w − w_k is −Δ_k. The numbers of samples have no effect, not even in the mean of buffers. A tensor that no client has
+    changed stays unchanged, without noise.
 
     Args:
         epsilon: ε, the step.
@@ -53,7 +53,7 @@ class FedAtt(Described, ParameterAware):
         self.rounds += 1
         own = [self.parameters_of(update.delta) for update in updates]
         norms = {name: torch.stack([delta[name].double().norm() for delta in own]) for name in own[0]}
-        # By how much a_k differs from what a plain mean would give to client k.
+        # a_k relative to 1/K, the weight of client k in the plain mean that `average` computes below.
         scales = {name: (torch.softmax(norm, dim=0) * len(updates)).tolist() for name, norm in norms.items()}
         alike = [
             replace(update, num_samples=1, delta={**update.delta, **_scaled(delta, scales, place)})
@@ -62,6 +62,8 @@ class FedAtt(Described, ParameterAware):
         mean = average(alike)
         steps = {name: self.epsilon * mean[name] for name in norms}
         changed = [name for name, norm in norms.items() if norm.any()]
+        # One draw per changed tensor, in the order of the model's names, so that the noise is the same in a repeated
+        # run.
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "fedatt", self.rounds))
         for name in changed if self.magnitude else ():
             noise = torch.randn(steps[name].shape, generator=generator, dtype=steps[name].dtype)

@@ -1,4 +1,4 @@
-"""Federated averaging: train locally, average by samples."""
+"""FedAvg: federated averaging of client updates, weighted by samples."""
 
 from __future__ import annotations
 

@@ -87,8 +87,8 @@ class FedBABU(PartialAlgorithm):
 
     client_strategies: ClassVar = {"model_update": FedBABUUpdateStrategy}
 
-    def stays(self, name: str) -> bool:
-        """Nothing stays: the head is not trained, so it is the same for all."""
+    def is_local(self, name: str) -> bool:
+        """Return False: the head is not trained in rounds, so it is sent like all other layers."""
         return False
 
 

@@ -1,4 +1,4 @@
-"""Buffered asynchronous aggregation."""
+"""FedBuff: buffered asynchronous aggregation."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from dovetail.federated.messages import Update, Weights
 
 
 class FedBuff(Algorithm):
-    """w ← w + η (1/K) Σ s(τ_k) Δ_k over the K updates that have come (Nguyen et al., 2022).
+    """w ← w + η (1/K) Σ s(τ_k) Δ_k over the K updates in the buffer (Nguyen et al., 2022).
 
-    The buffer is the server's: it is not synchronous, and K is its `minimum_clients_aggregated`. All updates count the
-    same.
+    The server has the buffer: it must be asynchronous, and K is its `minimum_clients_aggregated`. All updates have the
+    same weight.
 
     Args:
         server_learning_rate: η.
-        scale_stale_updates: Whether s(τ) is 1 / √(1 + τ) for an update of staleness τ, as in the paper's experiments;
-            else it is 1.
+        scale_stale_updates: Use s(τ) = 1 / √(1 + τ) for an update of staleness τ, as in the paper's experiments. If
+            False, s(τ) is 1.
 
     Example:
         >>> import torch
@@ -39,6 +39,7 @@ class FedBuff(Algorithm):
         self.scale_stale_updates = scale_stale_updates
 
     def aggregate(self, weights: Weights, updates: Sequence[Update], average: Average) -> dict[str, Tensor]:
+        # With one sample each, `average` is the plain mean (1/K) Σ of the paper.
         buffer = [replace(update, num_samples=1, delta=self._scaled(update)) for update in updates]
         return moved(weights, average(buffer), self.server_learning_rate)
 

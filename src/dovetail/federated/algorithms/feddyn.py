@@ -12,12 +12,12 @@ from torch import Tensor
 from dovetail.errors import expect
 from dovetail.federated.algorithms.base import StrategyAlgorithm
 from dovetail.federated.algorithms.parameters import ParameterAware
-from dovetail.federated.algorithms.penalty import PenalizedLossStrategy, sent
+from dovetail.federated.algorithms.penalty import PenalizedLossStrategy, sent_parameters
 from dovetail.federated.averaging import Average, moved
 from dovetail.federated.messages import Update, Weights
 from dovetail.federated.personalization import personalizes
 from dovetail.trainers.context import TrainingContext
-from dovetail.trainers.strategies.anchored import Anchored, copied
+from dovetail.trainers.strategies.anchored import Anchored, copy_tensors
 from dovetail.trainers.strategies.base import ModelUpdateStrategy
 from dovetail.trainers.strategies.nesting import Described
 
@@ -50,14 +50,16 @@ class FedDynLossStrategy(PenalizedLossStrategy):
         told = context.client.payload.get(_KEY, {}) if self.adaptive_alpha else {}
         return _beginning(context) | {name: value.to(context.device) for name, value in told.items()}
 
-    def penalty(self, weights: Weights, kept: Any) -> Tensor:
-        start, pull = kept["start"], kept["pull"]
+    def penalty(self, weights: Weights, anchor: Any) -> Tensor:
+        start, pull = anchor["start"], anchor["pull"]
+        # ⟨θ, λ_k⟩ + 1/2 ‖θ − θᵗ‖², one term per tensor; α is a common factor.
         terms = [
             (value * pull[name]).sum() + (value - start[name]).square().sum() / 2 for name, value in weights.items()
         ]
         penalty: Tensor = self.alpha * sum(terms[1:], start=terms[0])
-        if _SIZE in kept:
-            penalty = penalty / kept[_SIZE].to(penalty.dtype)
+        if _SIZE in anchor:
+            # `adaptive_alpha`: a client with more samples than the mean has a smaller α.
+            penalty = penalty / anchor[_SIZE].to(penalty.dtype)
         return penalty
 
 
@@ -97,7 +99,7 @@ class FedDynUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
     vectorizes = True
 
     def on_prepare(self, context: TrainingContext) -> None:
-        """A client starts with λ_k = 0."""
+        """Initialize λ_k with 0 before a client's first run."""
         if _KEY not in context.client.state:
             context.client.state[_KEY] = _zeros(context)
 
@@ -109,9 +111,9 @@ class FedDynUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
         if personalizes(context):
             # The server receives no update of this run, and its h must stay the mean of all λ_k.
             return
-        start, pull = self.kept["start"], self.kept["pull"]
+        start, pull = self.anchor["start"], self.anchor["pull"]
         context.client.state[_KEY] = {
-            name: pull[name] + value.detach() - start[name] for name, value in sent(context).items()
+            name: pull[name] + value.detach() - start[name] for name, value in sent_parameters(context).items()
         }
 
 
@@ -159,6 +161,8 @@ class FedDyn(StrategyAlgorithm, ParameterAware):
             self.samples = self.samples | {str(update.client_id): update.num_samples for update in updates}
         # Called once, because a postprocessor adds and counts its noise at every call.
         mean = dict(average([replace(update, num_samples=1) for update in updates]))
+        # h ← h − (α/N) Σ (θ_k − θᵗ): `moves` has the mean over the round's clients, so their number is multiplied
+        # back.
         share = self.alpha * len(updates) / self.num_clients
         moves = self.parameters_of(mean)
         self.h = self.h | {name: self.h.get(name, 0.0) - share * move for name, move in moves.items()}
@@ -170,8 +174,8 @@ def _check(alpha: float) -> None:
 
 
 def _beginning(context: TrainingContext) -> dict[str, Any]:
-    return {"start": copied(sent(context)), "pull": context.client.state.get(_KEY) or _zeros(context)}
+    return {"start": copy_tensors(sent_parameters(context)), "pull": context.client.state.get(_KEY) or _zeros(context)}
 
 
 def _zeros(context: TrainingContext) -> dict[str, Tensor]:
-    return {name: torch.zeros_like(value, requires_grad=False) for name, value in sent(context).items()}
+    return {name: torch.zeros_like(value, requires_grad=False) for name, value in sent_parameters(context).items()}

@@ -86,10 +86,12 @@ class FedMosOptimizer(Optimizer):
             state["momentum"] = gradient.clone()
             state["start"], state["previous"] = parameter.clone(), parameter.clone()
         else:
+            # A corrected gradient is g_t − (1 − a) g'_t already, so it is added as a whole.
             state["momentum"].mul_(1 - a).add_(gradient, alpha=1 if self.is_corrected else a)
             state["previous"].copy_(parameter)
         parameter.add_(state["momentum"], alpha=-lr)
         if mu and self.pulls:
+            # x − μ (x − x₀)
             parameter.lerp_(state["start"], mu)
 
 
@@ -221,6 +223,7 @@ class FedMosStepStrategy(NestingStepStrategy):
             if parameter in previous:
                 value, a = previous[parameter]
                 there[name] = value + (1 - a) * (parameter - parameter.detach())
+        # The value of the loss stays the one at x_t; only its gradient gets −(1 − a) g'_t.
         before = loss_elsewhere(model, there, super().loss, *step)
         return now - (before - before.detach())
 

@@ -1,4 +1,4 @@
-"""FedNova: updates count as if all clients had made the same number of steps."""
+"""FedNova: normalized averaging, as if all clients had made the same number of steps."""
 
 from __future__ import annotations
 
@@ -52,6 +52,7 @@ class FedNova(Described, ParameterAware):
             return moved(weights, average(updates))
         lengths = [self.length(update.num_updates) for update in counted]
         samples = [update.num_samples for update in counted]
+        # τ_eff. Each update is scaled by τ_eff / τ_k, and `average` multiplies it by p_k.
         effective = sum(n * length for n, length in zip(samples, lengths, strict=True)) / sum(samples)
         return moved(
             weights,

@@ -39,8 +39,8 @@ class FedProxLossStrategy(PenalizedLossStrategy):
             raise UnknownNameError("norm_type", self.norm_type, _NORMS)
         super().__post_init__()
 
-    def penalty(self, weights: Weights, kept: Weights) -> Tensor:
-        away = [value - kept[name] for name, value in weights.items()]
+    def penalty(self, weights: Weights, anchor: Weights) -> Tensor:
+        away = [value - anchor[name] for name, value in weights.items()]
         terms = [it.square().sum() if self.norm_type == "l2" else it.abs().sum() for it in away]
         return self.mu / 2 * sum(terms[1:], start=terms[0])
 

@@ -60,6 +60,7 @@ class FedSAMStepStrategy(NestingStepStrategy):
         here = super().loss(*step)
         if not self.rho or context.run.is_detached:
             return here
+        # A step that called `backward` itself has freed the graph, and its gradient would be counted, too.
         if context.run.batch.optimized:
             raise ConfigError(
                 f"FedSAMStepStrategy: {self.base_strategy!r} differentiates by itself, and its loss is needed at two "
@@ -77,6 +78,7 @@ class FedSAMStepStrategy(NestingStepStrategy):
 
     def _shift(self, gradients: Weights) -> dict[str, Tensor]:
         squares = [gradient.square().sum() for gradient in gradients.values()]
+        # ‖g‖ is the norm over all parameters as one vector, as in the paper; not one norm per tensor.
         norm = sum(squares[1:], start=squares[0]).sqrt()
         return {name: gradient * (self.rho / norm.clamp(min=_LEAST)) for name, gradient in gradients.items()}
 

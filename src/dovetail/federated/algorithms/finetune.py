@@ -1,4 +1,4 @@
-"""FedAvg, and a personalisation round at its end that trains the whole model."""
+"""FedAvg with fine-tuning: a personalization round at the end trains the whole model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dovetail.trainers.strategies.nesting import Described
 
 @dataclass(eq=False, repr=False)
 class FinetuneUpdateStrategy(Described, PersonalCopy):
-    """Keeps the model that a client's personalisation round has made, until the client takes part in a round again.
+    """Stores the model of a client's personalization round until the client takes part in a round again.
 
     Example:
         >>> FinetuneUpdateStrategy()

@@ -1,4 +1,4 @@
-"""Flower's strategies as aggregation of a server."""
+"""Flower strategies as the aggregation of a server."""
 
 from __future__ import annotations
 
@@ -57,6 +57,7 @@ class FlowerStrategy(Algorithm):
         while not isinstance(inner, FedAvg) and isinstance(wrapped := vars(inner).get("strategy"), Strategy):
             inner = wrapped
         if isinstance(inner, FedAvg):
+            # Our server has selected the clients, so the strategy must not sample from them again.
             inner.fraction_train, inner.min_train_nodes, inner.min_available_nodes = 1.0, 0, 0
         self._inner = inner
         self._given = {name: copy.deepcopy(value) for name, value in self._variables().items()}
@@ -78,6 +79,7 @@ class FlowerStrategy(Algorithm):
         self._round += 1
         real = {name: value for name, value in weights.items() if name in mean and value.is_floating_point()}
         if _CURRENT in vars(self._inner):
+            # FedAvgM keeps these weights from round to round. After a rollback or a resume, ours differ from these.
             setattr(self._inner, _CURRENT, None)
         with _inside_flower():
             # Strategies store the current weights in `configure_train`.
@@ -87,6 +89,7 @@ class FlowerStrategy(Algorithm):
                 trained = moved(real, {name: update.delta[name] for name in real})
                 counted = MetricRecord({"num-examples": update.num_samples})
                 replies.append(Message(RecordDict({"arrays": _arrays(trained), "metrics": counted}), reply_to=message))
+            # The replies answer the messages of `configure_train`, so Flower's checks of the reply accept them.
             arrays, _ = self.strategy.aggregate_train(self._round, replies)
         if arrays is None:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Patterns of the layers that stay with a client."""
+"""Name patterns that select the layers of a model that stay with a client."""
 
 from __future__ import annotations
 
@@ -112,6 +112,7 @@ def _chooses(pattern: str, name: str) -> bool:
         return True
     if not any(wild in pattern for wild in "*?["):
         return False
+    # A wildcard may match a module too, so that `block?` selects all entries of `block1`.
     parts = name.split(".")
     return any(fnmatchcase(".".join(parts[: length + 1]), pattern) for length in range(len(parts)))
 

@@ -15,7 +15,7 @@ from dovetail.federated.algorithms.partial import DividedModel, LayersFromConfig
 from dovetail.federated.personalization import personalizes
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.modules import forward
-from dovetail.trainers.strategies.anchored import trained
+from dovetail.trainers.strategies.anchored import model_parameters
 from dovetail.trainers.strategies.base import Strategy, TrainingStepStrategy
 from dovetail.trainers.strategies.bundle import Strategies
 from dovetail.trainers.strategies.nesting import Described
@@ -41,13 +41,13 @@ class TwoPassStepStrategy(DividedModel, TrainingStepStrategy):
         local = self.local(context)
         own: list[Tensor] = []
         shared: list[Tensor] = []
-        for name, parameter in trained(context).items():
+        for name, parameter in model_parameters(context).items():
             if parameter.requires_grad:
                 (own if name in local else shared).append(parameter)
         order = [own, shared] if self.train_local_first else [shared, own]
         self._passes = [it for it in order if it and (it is own or not personalizes(context))]
         if not self._passes:
-            raise ConfigError(f"{self!r} finds nothing to train: the layers that it would train require no gradient")
+            raise ConfigError(f"{self!r} cannot train: none of the chosen layers requires a gradient")
 
     def on_train_end(self, context: TrainingContext) -> None:
         self._passes, self._window = (), ()
@@ -64,9 +64,11 @@ class TwoPassStepStrategy(DividedModel, TrainingStepStrategy):
     ) -> Tensor:
         """Return the loss of the last pass; inside of a window, of the first pass."""
         batch = (examples, labels, context.run.num_items)
+        # The batches of one accumulated update, which the second pass repeats.
         self._window = [batch] if context.run.window.opens else [*self._window, batch]
         first, *later = self._passes
         loss = loss_criterion(forward(model, examples), labels)
+        # Gradients for these layers only: the optimizer skips parameters without a gradient.
         context.backward(loss, inputs=first)
         context.step(optimizer)
         if not context.run.window.closes:

@@ -74,7 +74,7 @@ class MOONStepStrategy(Anchored, NestingStepStrategy):
         expect(self.history_size >= 1, "history_size", "a whole number that is at least 1", self.history_size)
 
     def on_prepare(self, context: TrainingContext) -> None:
-        """A client starts without earlier models."""
+        """Initialize the list of earlier models before a client's first run."""
         super().on_prepare(context)
         context.client.state.setdefault(_KEY, [])
 
@@ -90,8 +90,9 @@ class MOONStepStrategy(Anchored, NestingStepStrategy):
     def on_train_end(self, context: TrainingContext) -> None:
         super().on_train_end(context)
         self._mine = self._other = None
+        # The personalization round does not belong to the rounds whose models are compared.
         if not personalizes(context):
-            kept = [*self.kept["previous"], model_state(context)]
+            kept = [*self.anchor["previous"], model_state(context)]
             context.client.state[_KEY] = kept[-self.history_size :]
 
     def loss(
@@ -104,7 +105,7 @@ class MOONStepStrategy(Anchored, NestingStepStrategy):
         context: TrainingContext,
     ) -> Tensor:
         mine = self._mine
-        if mine is None or not self.mu or not self.kept["previous"] or context.run.is_detached:
+        if mine is None or not self.mu or not self.anchor["previous"] or context.run.is_detached:
             return super().loss(model, optimizer, examples, labels, loss_criterion, context)
 
         def contrasted(outputs: Any, labels: Any) -> Tensor:
@@ -114,8 +115,9 @@ class MOONStepStrategy(Anchored, NestingStepStrategy):
 
     def _contrast(self, projection: Tensor | None, examples: Any) -> Tensor:
         assert projection is not None
-        others = [self.kept["global"], *self.kept["previous"]]
+        others = [self.anchor["global"], *self.anchor["previous"]]
         alike = [F.cosine_similarity(projection, self._seen_by(each, examples), dim=-1) for each in others]
+        # Class 0 is the global model: cross entropy pulls z to z_glob and pushes it away from all z_prev.
         logits = torch.stack(alike, dim=-1) / self.temperature
         return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long, device=logits.device))
 
@@ -150,8 +152,8 @@ class MOON(StrategyAlgorithm):
     decides = ("how a batch is computed",)
     client_strategies: ClassVar = {"training_step": MOONStepStrategy}
 
-    def begin(self, model: nn.Module, num_clients: int) -> None:
-        super().begin(model, num_clients)
+    def prepare(self, model: nn.Module, num_clients: int) -> None:
+        super().prepare(model, num_clients)
         _check_projects(model)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dovetail.trainers.context import Phase, TrainingContext
-from dovetail.trainers.strategies.anchored import Anchored, Weights, copied, trained
+from dovetail.trainers.strategies.anchored import Anchored, Weights, copy_tensors, model_parameters
 from dovetail.trainers.strategies.base import ModelUpdateStrategy
 
 
@@ -21,7 +21,7 @@ def model_state(context: TrainingContext) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in context.model.state_dict().items()}
 
 
-def put_into(context: TrainingContext, weights: Weights) -> None:
+def load_in_place(context: TrainingContext, weights: Weights) -> None:
     """Copy weights into the model, in place; other entries do not change."""
     assert context.model is not None
     state = context.model.state_dict()
@@ -31,18 +31,18 @@ def put_into(context: TrainingContext, weights: Weights) -> None:
 
 
 def optimizers_of(context: TrainingContext) -> dict[str, Any]:
-    """Return the states of optimizers and schedules, for `put_back`."""
+    """Return the states of optimizers and schedules, for `restore_optimizers`."""
     return {
         "optimizers": [copy.deepcopy(optimizer.state_dict()) for optimizer in context.optimizers],
         "schedulers": [copy.deepcopy(scheduler.state_dict()) for scheduler in context.schedulers],
     }
 
 
-def put_back(context: TrainingContext, kept: Mapping[str, Any]) -> None:
+def restore_optimizers(context: TrainingContext, anchor: Mapping[str, Any]) -> None:
     """Restore the states returned by `optimizers_of`."""
-    for optimizer, state in zip(context.optimizers, kept["optimizers"], strict=True):
+    for optimizer, state in zip(context.optimizers, anchor["optimizers"], strict=True):
         optimizer.load_state_dict(copy.deepcopy(state))
-    for scheduler, state in zip(context.schedulers, kept["schedulers"], strict=True):
+    for scheduler, state in zip(context.schedulers, anchor["schedulers"], strict=True):
         scheduler.load_state_dict(copy.deepcopy(state))
 
 
@@ -68,7 +68,7 @@ class OwnPhaseStrategy(Anchored, ModelUpdateStrategy, ABC):
         """Read the model at their end, before the model that is sent is restored."""
 
     def capture(self, context: TrainingContext) -> dict[str, Any]:
-        return {"start": copied(trained(context)), **optimizers_of(context)}
+        return {"start": copy_tensors(model_parameters(context)), **optimizers_of(context)}
 
     def phases(self, epochs: int, context: TrainingContext) -> Sequence[Phase]:
         """Return the epochs of the model that is sent, and those that follow."""
@@ -77,22 +77,25 @@ class OwnPhaseStrategy(Anchored, ModelUpdateStrategy, ABC):
     def on_phase_start(self, phase: Phase, context: TrainingContext) -> None:
         if not phase.is_detached:
             return
-        self.kept["sent"] = model_state(context)
-        put_into(context, self.own_start(context))
-        put_back(context, self.kept)
+        self.anchor["sent"] = model_state(context)
+        load_in_place(context, self.own_start(context))
+        # The optimizer has the momentum of the model that is sent, which does not belong to these weights.
+        restore_optimizers(context, self.anchor)
 
     def on_train_end(self, context: TrainingContext) -> None:
-        if "sent" in self.kept:
+        if "sent" in self.anchor:
             self.own_end(context)
-            put_into(context, self.kept.pop("sent"))
+            # Removed from `anchor`: the entry also marks that the additional epochs run, for a resumed run.
+            load_in_place(context, self.anchor.pop("sent"))
         context.run.is_detached = False
         super().on_train_end(context)
 
     def on_train_start(self, context: TrainingContext) -> None:
         super().on_train_start(context)
-        context.run.is_detached = "sent" in self.kept
+        context.run.is_detached = "sent" in self.anchor
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        if isinstance(self.kept, Mapping):
-            self.kept = dict(self.kept)
+        if isinstance(self.anchor, Mapping):
+            # A loaded mapping may be shared with the checkpoint, and `on_phase_start` adds to it.
+            self.anchor = dict(self.anchor)

@@ -12,20 +12,20 @@ from dovetail.federated.messages import Weights
 class ParameterAware(Algorithm):
     """An algorithm whose server treats parameters differently from buffers, such as the statistics of BatchNorm.
 
-    `begin` reads which entries are parameters; before it, all floating entries count as parameters.
+    `prepare` reads which entries are parameters; before it, all floating entries count as parameters.
 
     Example:
         >>> algorithm = ParameterAware()
-        >>> algorithm.begin(nn.BatchNorm1d(2), num_clients=3)
+        >>> algorithm.prepare(nn.BatchNorm1d(2), num_clients=3)
         >>> sorted(algorithm.parameters_of(nn.BatchNorm1d(2).state_dict()))
         ['bias', 'weight']
     """
 
     _parameters: frozenset[str] | None = None
 
-    def begin(self, model: nn.Module, num_clients: int) -> None:
+    def prepare(self, model: nn.Module, num_clients: int) -> None:
         """Store the names of the parameters; a shared parameter has several names."""
-        super().begin(model, num_clients)
+        super().prepare(model, num_clients)
         self._parameters = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
 
     def parameters_of(self, weights: Weights) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from dovetail.federated.algorithms.layers import LayerNames, as_patterns, local_
 from dovetail.federated.algorithms.own_phase import model_state
 from dovetail.federated.personalization import personalizes
 from dovetail.trainers.context import TrainingContext
-from dovetail.trainers.strategies.anchored import trained
+from dovetail.trainers.strategies.anchored import model_parameters
 from dovetail.trainers.strategies.base import ModelUpdateStrategy, Phase, Strategy
 
 Part = Literal["local", "global"]
@@ -109,7 +109,7 @@ class PartialUpdateStrategy(DividedModel, ModelUpdateStrategy, ABC):
             return
         self._still = tuple(
             parameter
-            for name, parameter in trained(context).items()
+            for name, parameter in model_parameters(context).items()
             if (name in self._local) == (part == "local") and parameter.requires_grad
         )
         for parameter in self._still:
@@ -130,7 +130,9 @@ class PersonalCopy(ModelUpdateStrategy):
     def on_train_end(self, context: TrainingContext) -> None:
         """Store the personalized weights, or delete them after a normal round."""
         if personalizes(context):
-            frozen = {name for name, value in trained(context).items() if not value.requires_grad}
+            # Before `super`, which makes the frozen layers trainable again; these equal the global model and need no
+            # storage.
+            frozen = {name for name, value in model_parameters(context).items() if not value.requires_grad}
             context.client.state[_KEY] = {
                 name: value for name, value in model_state(context).items() if name not in frozen
             }
@@ -155,8 +157,8 @@ class PartialAlgorithm(StrategyAlgorithm):
     Example:
         >>> from dovetail.federated.algorithms.fedper import FedPer
         >>> algorithm = FedPer()
-        >>> algorithm.begin(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), num_clients=4)
-        >>> algorithm.stays("0.weight"), algorithm.stays("1.weight")
+        >>> algorithm.prepare(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), num_clients=4)
+        >>> algorithm.is_local("0.weight"), algorithm.is_local("1.weight")
         (False, True)
     """
 
@@ -177,20 +179,21 @@ class PartialAlgorithm(StrategyAlgorithm):
         super().__post_init__()
 
     def strategy_arguments(self) -> dict[str, Any]:
+        # The exact names, so that client and server divide the model in the same way.
         return {**super().strategy_arguments(), "global_layer_names": self._global, "local_layer_names": ()}
 
-    def begin(self, model: nn.Module, num_clients: int) -> None:
+    def prepare(self, model: nn.Module, num_clients: int) -> None:
         """Find the layers.
 
         Raises:
             ConfigError: The model has no such layers.
         """
-        super().begin(model, num_clients)
+        super().prepare(model, num_clients)
         patterns = as_patterns(self.local_layer_names), as_patterns(self.global_layer_names)
         self._local = local_names(model, *patterns, self.num_local_layers)
         self._global = tuple(name for name in model.state_dict() if name not in self._local)
 
-    def stays(self, name: str) -> bool:
+    def is_local(self, name: str) -> bool:
         return name in self._local
 
 

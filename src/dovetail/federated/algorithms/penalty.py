@@ -11,15 +11,15 @@ from torch import Tensor
 
 from dovetail.federated.personalization import personalizes
 from dovetail.trainers.context import TrainingContext
-from dovetail.trainers.strategies.anchored import Anchored, Weights, copied, trained
+from dovetail.trainers.strategies.anchored import Anchored, Weights, copy_tensors, model_parameters
 from dovetail.trainers.strategies.base import LossCriterionStrategy, Strategy
 from dovetail.trainers.strategies.loss_criterion import DefaultLossCriterionStrategy
 from dovetail.trainers.strategies.nesting import Nesting
 
 
-def sent(context: TrainingContext) -> dict[str, Tensor]:
+def sent_parameters(context: TrainingContext) -> dict[str, Tensor]:
     """Return the parameters that a client sends, by name: all except those that stay with it."""
-    return {name: value for name, value in trained(context).items() if name not in context.client.local_names}
+    return {name: value for name, value in model_parameters(context).items() if name not in context.client.local_names}
 
 
 @dataclass(eq=False, repr=False)
@@ -37,7 +37,7 @@ class PenalizedLossStrategy(Anchored, Nesting, LossCriterionStrategy):
         >>> import torch
         >>> from dovetail.trainers.composable import ComposableTrainer
         >>> class Shrinking(PenalizedLossStrategy):
-        ...     def penalty(self, weights, kept):
+        ...     def penalty(self, weights, anchor):
         ...         return sum(value.abs().sum() for value in weights.values())
         >>> trainer = ComposableTrainer(torch.nn.Linear(2, 2), loss_strategy=Shrinking(), verbose=False)
         >>> _ = trainer.fit((torch.randn(8, 2), torch.zeros(8, dtype=torch.long)))
@@ -54,11 +54,11 @@ class PenalizedLossStrategy(Anchored, Nesting, LossCriterionStrategy):
         )
 
     @abstractmethod
-    def penalty(self, weights: Weights, kept: Any) -> Tensor:
+    def penalty(self, weights: Weights, anchor: Any) -> Tensor:
         """Return the penalty, one number, for the parameters of one model and the result of `capture`."""
 
     def capture(self, context: TrainingContext) -> Any:
-        return copied(sent(context))
+        return copy_tensors(sent_parameters(context))
 
     @property
     def parts(self) -> Sequence[Strategy]:
@@ -77,6 +77,7 @@ class PenalizedLossStrategy(Anchored, Nesting, LossCriterionStrategy):
 
     def penalized(self, loss: Tensor, context: TrainingContext) -> Tensor:
         """Return the loss of one model, or of each in a fleet, plus the penalty."""
-        if self.kept is None or context.run.is_detached or context.stage != "train" or personalizes(context):
+        # No penalty before the run starts, for the personal model, in validation, and in the personalization round.
+        if self.anchor is None or context.run.is_detached or context.stage != "train" or personalizes(context):
             return loss
-        return loss + context.client.each(self.penalty, sent(context), self.kept)
+        return loss + context.client.each(self.penalty, sent_parameters(context), self.anchor)

@@ -1,4 +1,4 @@
-"""Per-FedAvg: a model that is good after one local step of a client."""
+"""Per-FedAvg: meta-learning of a model that fits a client after one local step."""
 
 from __future__ import annotations
 

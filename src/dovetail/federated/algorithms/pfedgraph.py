@@ -1,4 +1,4 @@
-"""pFedGraph: each client receives a mean over the clients whose models have changed as its own has."""
+"""pFedGraph: each client receives a mean of models, weighted by their similarity to its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn.functional import cosine_similarity
 from dovetail.errors import expect
 from dovetail.federated.algorithms.base import StrategyAlgorithm
 from dovetail.federated.algorithms.layers import as_patterns, matching
-from dovetail.federated.algorithms.own_phase import put_into
+from dovetail.federated.algorithms.own_phase import load_in_place
 from dovetail.federated.algorithms.parameters import ParameterAware
 from dovetail.federated.algorithms.penalty import PenalizedLossStrategy
 from dovetail.federated.averaging import Average, moved
@@ -41,8 +41,9 @@ class PFedGraphUpdateStrategy(Described, ModelUpdateStrategy):
 
     def on_prepare(self, context: TrainingContext) -> None:
         """Take the client's own model, unless the run has started before."""
+        # A resumed run has trained this model already.
         if context.progress.batches == 0:
-            put_into(context, context.client.payload.get(_KEY, {}))
+            load_in_place(context, context.client.payload.get(_KEY, {}))
 
 
 @dataclass(eq=False, repr=False)
@@ -63,8 +64,8 @@ class PFedGraphLossStrategy(PenalizedLossStrategy):
         expect(self.lam >= 0, "lam", "a number that is at least 0", self.lam)
         super().__post_init__()
 
-    def penalty(self, weights: Weights, kept: Weights) -> Tensor:
-        return -self.lam * cosine_similarity(_vector(weights), _vector(kept), dim=0)
+    def penalty(self, weights: Weights, anchor: Weights) -> Tensor:
+        return -self.lam * cosine_similarity(_vector(weights), _vector(anchor), dim=0)
 
 
 @dataclass(eq=False, repr=False)
@@ -109,8 +110,8 @@ class PFedGraph(StrategyAlgorithm, ParameterAware):
         """The weights of all models, by id, in the personal model of every client."""
         return {client_id: dict(row) for client_id, row in self._rows.items()}
 
-    def begin(self, model: nn.Module, num_clients: int) -> None:
-        super().begin(model, num_clients)
+    def prepare(self, model: nn.Module, num_clients: int) -> None:
+        super().prepare(model, num_clients)
         matching([name for name, _ in model.named_parameters()], as_patterns(self.layers))
         if not self._initial:
             self._initial = {name: value.detach().clone() for name, value in model.state_dict().items()}
@@ -151,6 +152,7 @@ class PFedGraph(StrategyAlgorithm, ParameterAware):
         every = torch.stack([self._compared(self._changes[it]) for it in ids])
         unit = every / every.norm(dim=1, keepdim=True).clamp(min=1e-12)
         samples = torch.tensor([self._samples[it] for it in ids], dtype=torch.float64)
+        # n_j/n − d_ij / (2 α) with d_ij = −cos(u_i, u_j), one row per client i.
         wanted = samples / samples.sum() + unit @ unit.T / (2 * self.alpha)
         return {
             it: dict(zip(ids, onto_simplex(row).tolist(), strict=True)) for it, row in zip(ids, wanted, strict=True)

@@ -1,4 +1,4 @@
-"""Algorithms by name, for configurations."""
+"""Registry of federated algorithms by name, for configurations."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def algorithm_of(config: AlgorithmConfig) -> Algorithm:
     """Return the algorithm that a configuration names, or several as one.
 
     Raises:
-        ConfigError: It does not take what the configuration says.
+        ConfigError: An option is invalid, or fits none or several of the algorithms.
 
     Example:
         >>> algorithm_of(AlgorithmConfig(type=("fedprox", "fedadam"), options={"mu": 0.1}))
@@ -85,11 +85,13 @@ def algorithm_of(config: AlgorithmConfig) -> Algorithm:
     plain = {name: set(inspect.signature(algorithms.get(name)).parameters) for name in wanted if isinstance(name, str)}
     given: dict[str, dict[str, Any]] = {name: {} for name in plain}
     for option, value in options.items():
+        # An option of the section belongs to the only algorithm that has it; otherwise the file must name the
+        # algorithm.
         takers = [name for name, taken in plain.items() if option in taken]
         if len(takers) != 1:
-            who = " and ".join(takers) if takers else "none of those that are named alone"
+            owners = f"{' and '.join(takers)} both have" if takers else "no algorithm that is given by name alone has"
             raise ConfigError(
-                f"algorithm.{option}: {who} takes it; write {{name: {{{option}: …}}}} in the list of types"
+                f"algorithm.{option}: {owners} this option; write {{name: {{{option}: …}}}} in the list of types"
             )
         given[takers[0]][option] = value
     return CompositeAlgorithm(

@@ -13,16 +13,16 @@ from torch.optim import Optimizer
 from dovetail.errors import expect
 from dovetail.federated.algorithms.base import Algorithm
 from dovetail.federated.algorithms.own_phase import OwnPhaseStrategy
-from dovetail.federated.algorithms.penalty import sent
+from dovetail.federated.algorithms.penalty import sent_parameters
 from dovetail.federated.averaging import Average, moved
 from dovetail.federated.messages import Fault, Update, Weights
 from dovetail.federated.personalization import personalizes
 from dovetail.federated.validation import check_sent
 from dovetail.trainers.context import TrainingContext
-from dovetail.trainers.strategies.anchored import Anchored, copied
+from dovetail.trainers.strategies.anchored import Anchored, copy_tensors
 from dovetail.trainers.strategies.base import ModelUpdateStrategy, Strategy
 from dovetail.trainers.strategies.bundle import Strategies
-from dovetail.trainers.strategies.model_update import beside
+from dovetail.trainers.strategies.model_update import combine_update_strategies
 from dovetail.trainers.strategies.nesting import Described
 
 _KEY = "scaffold"
@@ -56,9 +56,9 @@ class SCAFFOLDUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
     _corrected: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict, init=False)
 
     def on_prepare(self, context: TrainingContext) -> None:
-        """A client starts with c_i = 0."""
+        """Initialize c_i with 0 before a client's first run."""
         if _KEY not in context.client.state:
-            context.client.state[_KEY] = _zeros(sent(context))
+            context.client.state[_KEY] = _zeros(sent_parameters(context))
 
     def capture(self, context: TrainingContext) -> dict[str, Any]:
         self._travelled, self._delta = 0.0, {}
@@ -66,7 +66,7 @@ class SCAFFOLDUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
         server = context.client.payload.get(_KEY) or _zeros(own)
         server = {name: value.to(own[name].device) for name, value in server.items()}
         return {
-            "start": copied(sent(context)),
+            "start": copy_tensors(sent_parameters(context)),
             "server": server,
             "correction": {name: server[name] - value for name, value in own.items()},
         }
@@ -81,12 +81,13 @@ class SCAFFOLDUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
         if id(optimizer) not in self._corrected:
             stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             self._corrected[id(optimizer)] = [
-                (parameter, self.kept["correction"][name])
-                for name, parameter in sent(context).items()
+                (parameter, self.anchor["correction"][name])
+                for name, parameter in sent_parameters(context).items()
                 if id(parameter) in stepped
             ]
         pairs = [(it.grad, change) for it, change in self._corrected[id(optimizer)] if it.grad is not None]
         if pairs:
+            # One call for all tensors: one call per parameter costs more than the additions of a small model.
             torch._foreach_add_([gradient for gradient, _ in pairs], [change for _, change in pairs])
 
     def after_step(self, context: TrainingContext) -> None:
@@ -104,9 +105,9 @@ class SCAFFOLDUpdateStrategy(Anchored, Described, ModelUpdateStrategy):
 
     def renewed(self, context: TrainingContext, control: Weights) -> dict[str, Tensor]:
         """Return the new c_i."""
-        now = {name: value.detach() for name, value in sent(context).items()}
+        now = {name: value.detach() for name, value in sent_parameters(context).items()}
         travelled = torch.as_tensor(self._travelled, dtype=torch.float64)
-        return context.client.each(_option_two, control, self.kept["server"], self.kept["start"], now, travelled)
+        return context.client.each(_option_two, control, self.anchor["server"], self.anchor["start"], now, travelled)
 
     def get_update_payload(self, context: TrainingContext) -> dict[str, Any]:
         return {_DELTA: self._delta}
@@ -139,8 +140,8 @@ class SCAFFOLDUpdateStrategyV2(OwnPhaseStrategy, SCAFFOLDUpdateStrategy):
         return 0 if personalizes(context) else 1
 
     def own_start(self, context: TrainingContext) -> Weights:
-        start: Weights = self.kept["start"]
-        self.kept |= {"gradient": _zeros(start), "items": 0}
+        start: Weights = self.anchor["start"]
+        self.anchor |= {"gradient": _zeros(start), "items": 0}
         return start
 
     def own_end(self, context: TrainingContext) -> None:
@@ -152,15 +153,16 @@ class SCAFFOLDUpdateStrategyV2(OwnPhaseStrategy, SCAFFOLDUpdateStrategy):
         if not context.run.is_detached:
             return
         items = torch.as_tensor(context.run.window.items if context.run.window.size > 1 else context.run.num_items)
-        total = self.kept["gradient"]
-        for name, parameter in sent(context).items():
+        total = self.anchor["gradient"]
+        for name, parameter in sent_parameters(context).items():
             if parameter.grad is not None:
                 total[name] = total[name] + context.client.each(torch.mul, parameter.grad, items)
+                # Without gradients, the optimizer makes no step in this epoch.
                 parameter.grad = None
-        self.kept["items"] = self.kept["items"] + items
+        self.anchor["items"] = self.anchor["items"] + items
 
     def renewed(self, context: TrainingContext, control: Weights) -> dict[str, Tensor]:
-        return context.client.each(_divided, self.kept["gradient"], self.kept["items"])
+        return context.client.each(_divided, self.anchor["gradient"], self.anchor["items"])
 
 
 @dataclass(eq=False, repr=False)
@@ -184,7 +186,7 @@ class SCAFFOLD(Described, Algorithm):
     control: dict[str, Tensor] = field(default_factory=dict, init=False)
     _trained: frozenset[str] = field(default=frozenset(), init=False)
 
-    decides = ("the drift of clients", "where a client's steps begin")
+    decides = ("the drift of clients", "where a client's steps start")
     needs_each_update = True
     saved = ("control",)
 
@@ -192,13 +194,13 @@ class SCAFFOLD(Described, Algorithm):
         expect(self.option in (1, 2), "option", "1 or 2", self.option)
         expect(self.server_learning_rate > 0, "server_learning_rate", "a number above 0", self.server_learning_rate)
 
-    def begin(self, model: nn.Module, num_clients: int) -> None:
-        super().begin(model, num_clients)
+    def prepare(self, model: nn.Module, num_clients: int) -> None:
+        super().prepare(model, num_clients)
         self._trained = frozenset(name for name, _ in model.named_parameters())
 
     def equip(self, strategies: Strategies) -> Mapping[str, Strategy]:
         kind = SCAFFOLDUpdateStrategyV2 if self.option == 1 else SCAFFOLDUpdateStrategy
-        return {"model_update": beside(kind(), strategies.model_update)}
+        return {"model_update": combine_update_strategies(kind(), strategies.model_update)}
 
     def payload(self, client_id: int) -> Mapping[str, Any]:
         return {_KEY: self.control}
@@ -212,9 +214,11 @@ class SCAFFOLD(Described, Algorithm):
         control = dict(self.control)
         for update in updates:
             for name, change in update.payload[_DELTA].items():
+                # c ← c + (1/N) Σ Δc_i, where N is the number of all clients, not of the round's clients.
                 share = change / self.num_clients
                 control[name] = control[name] + share if name in control else share
         self.control = control
+        # Equal weights, as in the paper.
         alike = [replace(update, num_samples=1) for update in updates]
         return moved(weights, average(alike), self.server_learning_rate)
 

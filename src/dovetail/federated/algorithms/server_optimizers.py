@@ -116,6 +116,7 @@ class AdaptiveServer(ServerOptimizer):
 
     def step(self, change: Tensor, moments: Moments) -> tuple[Tensor, Moments]:
         m = (1 - self.beta_1) * change + self.beta_1 * moments.get("m", 0.0)
+        # v₋₁ = τ², the least value that algorithm 2 of the paper allows.
         v = moments["v"] if moments else torch.full_like(change, self.tau**2)
         v = self.second_moment(v, change.square())
         return self.server_learning_rate * m / (v.sqrt() + self.tau), {"m": m, "v": v}
@@ -123,12 +124,12 @@ class AdaptiveServer(ServerOptimizer):
 
 @dataclass(eq=False, repr=False)
 class FedAdagrad(AdaptiveServer):
-    """v ← v + Δ²: what has moved much moves ever less (Reddi et al., 2021).
+    """v ← v + Δ²: steps shrink with the sum of all squared changes (Reddi et al., 2021).
 
     Args:
         server_learning_rate: η.
         beta_1: How much of m stays from round to round; 0 in the paper.
-        tau: The least that a step is divided by.
+        tau: The smallest divisor of a step.
 
     Example:
         >>> from dovetail.federated.averaging import weighted_mean
@@ -147,13 +148,13 @@ class FedAdagrad(AdaptiveServer):
 
 @dataclass(eq=False, repr=False)
 class FedAdam(AdaptiveServer):
-    """v ← β₂ v + (1 − β₂) Δ²: numbers that move little catch up (Reddi et al., 2021).
+    """v ← β₂ v + (1 − β₂) Δ²: steps adapt to the recent size of changes (Reddi et al., 2021).
 
     Args:
         server_learning_rate: η.
         beta_1: How much of m stays from round to round.
         beta_2: How much of v stays.
-        tau: The least that a step is divided by: the larger, the less steps adapt.
+        tau: The smallest divisor of a step: the larger, the less steps adapt.
 
     Example:
         >>> from dovetail.federated.averaging import weighted_mean
@@ -185,4 +186,6 @@ class FedYogi(FedAdam):
     """
 
     def second_moment(self, v: Tensor, squares: Tensor) -> Tensor:
+        # Additive, unlike FedAdam's exponential average: a sudden small Δ cannot shrink v, and so enlarge steps,
+        # quickly.
         return v - (1 - self.beta_2) * squares * torch.sign(v - squares)

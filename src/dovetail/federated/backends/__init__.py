@@ -1,10 +1,10 @@
-"""Where clients run, by name."""
+"""Backends of a federation: they decide where clients run."""
 
 from __future__ import annotations
 
 from dovetail.federated.backends.actors import Ray
 from dovetail.federated.backends.auto import Auto
-from dovetail.federated.backends.base import Backend, Done, Foresight, Outcome, Work, Worker
+from dovetail.federated.backends.base import Backend, CostEstimator, Done, Outcome, Work, Worker
 from dovetail.federated.backends.pool import WorkerError
 from dovetail.federated.backends.processes import Process
 from dovetail.federated.backends.registry import backends
@@ -14,8 +14,8 @@ from dovetail.federated.backends.vectorized import Vectorized
 __all__ = [
     "Auto",
     "Backend",
+    "CostEstimator",
     "Done",
-    "Foresight",
     "Outcome",
     "Process",
     "Ray",

@@ -1,4 +1,4 @@
-"""Backend that is picked by the work and the machine."""
+"""Automatic backend: picks `process` or `sequential` by the work of a round and the machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from dovetail.federated.backends.base import Backend, Foresight, Outcome, Work, Worker
+from dovetail.federated.backends.base import Backend, CostEstimator, Outcome, Work, Worker
 from dovetail.federated.backends.processes import Process
 from dovetail.federated.backends.sequential import Sequential
 from dovetail.federated.messages import Task
@@ -79,15 +79,15 @@ class Auto(Backend):
             return alone, "the clients share an accelerator"
         num_workers = self.num_workers or num_cores()
         if num_workers == 1:
-            return alone, "there is one core" if self.num_workers is None else "one client is at work at a time"
+            return alone, "there is one core" if self.num_workers is None else "num_workers is 1"
         if len(work) == 1:
             return alone, "a round has one client"
         worker = self._worker
-        efforts = [worker.effort(task) if isinstance(worker, Foresight) else None for task, _ in work]
-        known = [effort for effort in efforts if effort is not None]
+        costs = [worker.estimate_cost(task) if isinstance(worker, CostEstimator) else None for task, _ in work]
+        known = [cost for cost in costs if cost is not None]
         if len(known) < len(work):
-            return alone, "nothing is known of how much clients have to do"
-        seconds = sum(self._seconds(task, effort) for (task, _), effort in zip(work, known, strict=True))
+            return alone, "the work of the clients cannot be estimated"
+        seconds = sum(self._seconds(task, cost) for (task, _), cost in zip(work, known, strict=True))
         about = f"a round of {len(work)} clients is about {seconds:.2g} s of work"
         return (together, about) if seconds >= _WORTHWHILE else (alone, about)
 

@@ -23,10 +23,10 @@ class Worker(Protocol):
 
 
 @runtime_checkable
-class Foresight(Protocol):
+class CostEstimator(Protocol):
     """A worker that can estimate the cost of a task."""
 
-    def effort(self, task: Task) -> float | None:
+    def estimate_cost(self, task: Task) -> float | None:
         """Return the samples of the client times the epochs of a task. None means that they are not known."""
 
 

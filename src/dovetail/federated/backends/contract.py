@@ -1,4 +1,4 @@
-"""What every backend must do, as tests for your own."""
+"""Contract tests for backends: subclass them to test your own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FAILING = 5
 class BackendContract:
     """Tests of a `Backend`.
 
-    Subclass it in a test file at the top level, and say how yours is made. Nothing here imports pytest.
+    Subclass it at the top level of a test file, and define `make`. Nothing here imports pytest.
 
     Attributes:
         tolerance: The largest difference to the answers of `Sequential`; 0 means equal bits.
@@ -103,18 +103,19 @@ class BackendContract:
         self._assert_same(first, kept)
 
     def test_a_round_may_be_empty_or_left_early(self) -> None:
-        """The next round is as if nothing had been."""
+        """A round that is empty, or stopped after its first outcome, does not change the next round."""
         with self._started() as backend:
             assert list(backend.run([])) == []
             left = iter(backend.run(_tasks(1)))
             next(left)
+            # A generator is closed as a server does after an error; another kind of iterator has no `close`.
             getattr(left, "close", lambda: None)()
             found = _by_client(backend.run(_tasks(2)))
         with _started(Sequential()) as plain:
             self._assert_same(found, _by_client(plain.run(_tasks(2))))
 
     def test_it_can_be_closed_twice_and_started_again(self) -> None:
-        """As a server does that is run once more."""
+        """A server that runs a second time starts a closed backend again."""
         backend = self.make()
         backend.close()
         with _started(backend):
@@ -145,7 +146,7 @@ class BackendContract:
 
 
 class _Client:
-    """Moves the weights by what it draws, and remembers in its state how often it was asked."""
+    """Worker that returns random differences, and counts its tasks in the client state."""
 
     def work(self, task: Task, state: ClientState) -> tuple[Update, ClientState]:
         if task.payload.get("failing") == task.client_id:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
 from dovetail.errors import DovetailError
-from dovetail.federated.backends.base import Backend, Foresight, Outcome, Work, Worker
+from dovetail.federated.backends.base import Backend, CostEstimator, Outcome, Work, Worker
 from dovetail.federated.messages import Fault, Task
 
 # The number of workers in a row that may fail before one is ready.
@@ -22,35 +22,35 @@ class WorkerError(DovetailError):
 
 
 @dataclass(eq=False, kw_only=True)
-class Seat:
+class WorkerHandle:
     """The handle of a worker.
 
     Attributes:
-        given: The positions of its unanswered tasks in the round, in order.
-        since: The start of the first of these, on the monotonic clock.
-        effort: The sum of the cost estimates of its finished tasks in this round.
+        assigned_tasks: The positions of its unanswered tasks in the round, in order.
+        task_started_at: The start of the first of these, on the monotonic clock.
+        finished_cost: The sum of the cost estimates of its finished tasks in this round.
         seconds: The duration of these tasks.
         is_ready: True if it can receive tasks.
         was_ready: True if it was ever ready.
     """
 
-    given: deque[int] = field(default_factory=deque)
-    since: float = 0.0
-    effort: float = 0.0
+    assigned_tasks: deque[int] = field(default_factory=deque)
+    task_started_at: float = 0.0
+    finished_cost: float = 0.0
     seconds: float = 0.0
     is_ready: bool = False
     was_ready: bool = False
 
 
 @dataclass(frozen=True)
-class Lost:
+class LostWorker:
     """The message that a worker has exited, with the reason as one sentence."""
 
     reason: str
 
 
-News = Outcome | Lost | Literal["ready"]
-S = TypeVar("S", bound=Seat)
+WorkerReport = Outcome | LostWorker | Literal["ready"]
+S = TypeVar("S", bound=WorkerHandle)
 
 
 class Pool(Backend, Generic[S]):
@@ -67,10 +67,10 @@ class Pool(Backend, Generic[S]):
 
     def __init__(self, num_workers: int | None = None, timeout: float | None = None) -> None:
         super().__init__(num_workers, timeout)
-        self._seats: list[S] = []
+        self._handles: list[S] = []
         self._failures = 0
         self._tasks: list[Task] = []
-        self._efforts: list[float] | None = None
+        self._costs: list[float] | None = None
         self._waiting = deque[int]()
 
     @abstractmethod
@@ -78,7 +78,7 @@ class Pool(Backend, Generic[S]):
         """Prepare to start workers."""
 
     @abstractmethod
-    def _begin(self) -> S:
+    def _start_worker(self) -> S:
         """Start a worker, which reports `ready`."""
 
     @abstractmethod
@@ -86,15 +86,15 @@ class Pool(Backend, Generic[S]):
         """Prepare to send the tasks of one round."""
 
     @abstractmethod
-    def _give(self, seat: S, position: int) -> bool:
+    def _send_task(self, handle: S, position: int) -> bool:
         """Send a worker the task at a position of the round; return False if it is dead."""
 
     @abstractmethod
-    def _listen(self, timeout: float | None) -> Iterable[tuple[S, News]]:
+    def _receive_reports(self, timeout: float | None) -> Iterable[tuple[S, WorkerReport]]:
         """Yield the reports of workers; wait for the first one, at most for the timeout in seconds."""
 
     @abstractmethod
-    def _end(self, seat: S) -> None:
+    def _stop_worker(self, handle: S) -> None:
         """Stop a worker, even while it runs a task."""
 
     @abstractmethod
@@ -104,12 +104,12 @@ class Pool(Backend, Generic[S]):
     def start(self, worker: Worker) -> None:
         """Start all workers, and wait for the first one to be ready."""
         self._failures = 0
-        self._foresight = worker if isinstance(worker, Foresight) else None
+        self._cost_estimator = worker if isinstance(worker, CostEstimator) else None
         try:
             self._open(worker)
-            while not any(seat.is_ready for seat in self._seats):
-                self._fill()
-                self._heard()
+            while not any(handle.is_ready for handle in self._handles):
+                self._start_missing_workers()
+                self._collect_outcomes()
         except BaseException:
             self.close()
             raise
@@ -118,125 +118,130 @@ class Pool(Backend, Generic[S]):
         """Send tasks to free workers, the longest tasks first if costs are known."""
         self._pack(work)
         self._tasks = [task for task, _ in work]
-        self._foresee()
+        self._sort_tasks()
         outcomes: list[Outcome] = []
         try:
             while True:
-                self._hand_out()
-                self._fill()
+                # Work first, new workers second: starting one takes longer than sending a task.
+                self._distribute_tasks()
+                self._start_missing_workers()
                 # Workers run while the caller processes these outcomes.
                 yield from outcomes
-                if not self._waiting and not any(seat.given for seat in self._seats):
+                if not self._waiting and not any(handle.assigned_tasks for handle in self._handles):
                     return
-                outcomes = self._heard()
+                outcomes = self._collect_outcomes()
         finally:
             # The caller has stopped early, or an error occurred: these answers are not needed.
-            for seat in [seat for seat in self._seats if seat.given]:
-                self._dismiss(seat)
+            for handle in [handle for handle in self._handles if handle.assigned_tasks]:
+                self._remove_worker(handle)
 
     def close(self) -> None:
-        while self._seats:
-            self._dismiss(self._seats[-1])
+        while self._handles:
+            self._remove_worker(self._handles[-1])
 
     # ------------------------------------------------------------------ inside
 
-    def _fill(self) -> None:
-        while len(self._seats) < self._size():
-            self._seats.append(self._begin())
+    def _start_missing_workers(self) -> None:
+        while len(self._handles) < self._size():
+            self._handles.append(self._start_worker())
 
-    def _foresee(self) -> None:
+    def _sort_tasks(self) -> None:
         """Sort the tasks by cost, the longest first, if all costs are known."""
-        worker = self._foresight
-        found = [None if worker is None else worker.effort(task) for task in self._tasks]
-        efforts = [effort for effort in found if effort is not None]
+        worker = self._cost_estimator
+        found = [None if worker is None else worker.estimate_cost(task) for task in self._tasks]
+        costs = [cost for cost in found if cost is not None]
         positions = range(len(self._tasks))
-        if len(efforts) == len(positions):
-            self._efforts = efforts
-            self._waiting = deque(sorted(positions, key=lambda position: -efforts[position]))
+        if len(costs) == len(positions):
+            self._costs = costs
+            self._waiting = deque(sorted(positions, key=lambda position: -costs[position]))
         else:
-            self._efforts, self._waiting = None, deque(positions)
-        for seat in self._seats:
-            seat.effort, seat.seconds = 0.0, 0.0
+            self._costs, self._waiting = None, deque(positions)
+        for handle in self._handles:
+            handle.finished_cost, handle.seconds = 0.0, 0.0
 
-    def _hand_out(self) -> None:
-        while self._waiting and (seat := self._next()) is not None:
+    def _distribute_tasks(self) -> None:
+        while self._waiting and (handle := self._next()) is not None:
             position = self._waiting[0]
-            if self._give(seat, position):
-                if not seat.given:
-                    seat.since = time.monotonic()
-                seat.given.append(self._waiting.popleft())
-            elif seat.given:
-                # It died while running a task, which `_listen` will report.
-                seat.is_ready = False
+            if self._send_task(handle, position):
+                if not handle.assigned_tasks:
+                    handle.task_started_at = time.monotonic()
+                handle.assigned_tasks.append(self._waiting.popleft())
+            elif handle.assigned_tasks:
+                # It died while running a task, which `_receive_reports` will report.
+                handle.is_ready = False
             else:
-                self._dismiss(seat)
+                self._remove_worker(handle)
 
     def _next(self) -> S | None:
         """Return an idle worker, or else the one that is expected to finish first, if it may have another task."""
-        ready = [seat for seat in self._seats if seat.is_ready]
-        for seat in ready:
-            if not seat.given:
-                return seat
+        ready = [handle for handle in self._handles if handle.is_ready]
+        for handle in ready:
+            if not handle.assigned_tasks:
+                return handle
         # Without costs, a task could wait behind a long one while other workers are idle.
-        if not ready or self._efforts is None:
+        if not ready or self._costs is None:
             return None
         first = min(ready, key=self._remaining)
-        return first if len(first.given) <= self.ahead else None
+        return first if len(first.assigned_tasks) <= self.ahead else None
 
-    def _remaining(self, seat: S) -> float:
+    def _remaining(self, handle: S) -> float:
         """Return the remaining time of a worker: seconds, or costs before any task is finished."""
-        assert self._efforts is not None
-        effort = sum(self._efforts[position] for position in seat.given)
+        assert self._costs is not None
+        cost = sum(self._costs[position] for position in handle.assigned_tasks)
         # Workers differ in speed, because other programs may use a core.
-        known = [seat] if seat.effort else self._seats
-        done = sum(each.effort for each in known)
+        known = [handle] if handle.finished_cost else self._handles
+        done = sum(each.finished_cost for each in known)
         if not done:
-            return effort
-        return effort * sum(each.seconds for each in known) / done - (time.monotonic() - seat.since)
+            return cost
+        return cost * sum(each.seconds for each in known) / done - (time.monotonic() - handle.task_started_at)
 
-    def _heard(self) -> list[Outcome]:
+    def _collect_outcomes(self) -> list[Outcome]:
         outcomes: list[Outcome] = []
-        for seat, news in self._listen(self._patience()):
-            if news == "ready":
-                seat.is_ready = seat.was_ready = True
+        for handle, report in self._receive_reports(self._patience()):
+            if report == "ready":
+                handle.is_ready = handle.was_ready = True
                 self._failures = 0
-            elif isinstance(news, Lost):
-                if seat.given:
-                    outcomes.append(self._failed(seat, "crashed", news.reason))
+            elif isinstance(report, LostWorker):
+                if handle.assigned_tasks:
+                    outcomes.append(self._failed(handle, "crashed", report.reason))
                     continue
-                self._dismiss(seat)
-                if not seat.was_ready:
+                self._remove_worker(handle)
+                if not handle.was_ready:
+                    # Counts workers in a row that never became ready, which a replacement would repeat without end.
                     self._failures += 1
                     if self._failures == _TRIES:
-                        raise WorkerError(f"workers cannot be started: {news.reason}")
+                        raise WorkerError(f"workers cannot be started: {report.reason}")
             else:
-                now, position = time.monotonic(), seat.given.popleft()
-                if self._efforts is not None:
-                    seat.effort += self._efforts[position]
-                    seat.seconds += now - seat.since
-                seat.since = now
-                outcomes.append(news)
+                # A worker answers its tasks in the order in which it received them.
+                now, position = time.monotonic(), handle.assigned_tasks.popleft()
+                if self._costs is not None:
+                    handle.finished_cost += self._costs[position]
+                    handle.seconds += now - handle.task_started_at
+                handle.task_started_at = now
+                outcomes.append(report)
         if self.timeout is not None:
             limit, reason = time.monotonic() - self.timeout, f"no answer after {self.timeout:g} s"
-            late = [seat for seat in self._seats if seat.given and seat.since <= limit]
-            outcomes += [self._failed(seat, "timed out", reason) for seat in late]
+            late = [handle for handle in self._handles if handle.assigned_tasks and handle.task_started_at <= limit]
+            outcomes += [self._failed(handle, "timed out", reason) for handle in late]
         return outcomes
 
-    def _failed(self, seat: S, kind: Literal["crashed", "timed out"], reason: str) -> Fault:
+    def _failed(self, handle: S, kind: Literal["crashed", "timed out"], reason: str) -> Fault:
         """Record the task as failed, stop its worker, and requeue the tasks that the worker had not started."""
-        begun, *others = seat.given
+        running, *others = handle.assigned_tasks
+        # To the front and in their order: they were due before the tasks that still wait.
         self._waiting.extendleft(reversed(others))
-        # While `given` is set: a worker that runs a task does not exit by itself.
-        self._dismiss(seat)
-        task = self._tasks[begun]
+        # While `assigned_tasks` is set: a worker that runs a task does not exit by itself.
+        self._remove_worker(handle)
+        task = self._tasks[running]
         return Fault(task.client_id, task.round, kind, reason)
 
     def _patience(self) -> float | None:
         if self.timeout is None:
             return None
         now = time.monotonic()
-        return max(0.0, min((seat.since + self.timeout - now for seat in self._seats if seat.given), default=60.0))
+        starts = [handle.task_started_at for handle in self._handles if handle.assigned_tasks]
+        return max(0.0, min(starts) + self.timeout - now) if starts else 60.0
 
-    def _dismiss(self, seat: S) -> None:
-        self._seats.remove(seat)
-        self._end(seat)
+    def _remove_worker(self, handle: S) -> None:
+        self._handles.remove(handle)
+        self._stop_worker(handle)

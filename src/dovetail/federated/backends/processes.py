@@ -22,24 +22,24 @@ from torch import Tensor
 
 from dovetail.errors import ConfigError
 from dovetail.federated.backends.base import Work, Worker
-from dovetail.federated.backends.nursery import Nursery, nursery
-from dovetail.federated.backends.parcels import NOTE_SIZE, Block, Mailbox, Parcel, opened, packed
-from dovetail.federated.backends.pool import Lost, News, Pool, Seat, WorkerError
-from dovetail.federated.backends.sequential import attempted, fault
+from dovetail.federated.backends.fork_server import ForkServer, fork_server
+from dovetail.federated.backends.pool import LostWorker, Pool, WorkerError, WorkerHandle, WorkerReport
+from dovetail.federated.backends.sequential import fault, run_client
+from dovetail.federated.backends.shared_memory import NOTE_SIZE, Block, Mailbox, PackedMessage, pack, unpack
 from dovetail.runtime.cores import num_cores
 from dovetail.runtime.processes import describe_exit
-from dovetail.runtime.relay import circumstances, described, rebuilt, set_circumstances
-from dovetail.runtime.signals import listening
+from dovetail.runtime.relay import apply_worker_settings, describe_error, rebuild_error, worker_settings
+from dovetail.runtime.signals import install_handlers_once
 
 # Seconds for a worker to exit by itself when it has no tasks.
 _GRACE = 2.0
 
 
 @dataclass(eq=False, kw_only=True)
-class _ProcessSeat(Seat):
-    """A worker process with its nursery, its socket for notes, and its mailboxes for tasks and answers."""
+class _ProcessHandle(WorkerHandle):
+    """A worker process with its fork server, its socket for notes, and its mailboxes for tasks and answers."""
 
-    nursery: Nursery
+    fork_server: ForkServer
     pid: int
     connection: socket.socket
     inbox: Mailbox
@@ -47,7 +47,7 @@ class _ProcessSeat(Seat):
     exit_code: int | None = None
 
 
-class Process(Pool[_ProcessSeat]):
+class Process(Pool[_ProcessHandle]):
     """Runs clients in processes that are started once, each with its share of the cores.
 
     Answers equal the answers of `Sequential` bit for bit with the same number of threads. A client that ends its
@@ -66,132 +66,134 @@ class Process(Pool[_ProcessSeat]):
 
     def __init__(self, num_workers: int | None = None, timeout: float | None = None) -> None:
         super().__init__(num_workers, timeout)
-        self._opened: tuple[Any, ...] = ()
+        self._resources: tuple[Any, ...] = ()
         self._round = 0
         self._work: Sequence[Work] = ()
 
     def close(self) -> None:
         # All sockets are closed first, so that the workers exit at the same time.
-        for seat in self._seats:
-            self._hang_up(seat)
+        for handle in self._handles:
+            self._close_connection(handle)
         super().close()
-        for each in self._opened:
+        for each in self._resources:
             each.close()
-        self._opened, self._work = (), ()
+        self._resources, self._work = (), ()
 
-    # ------------------------------------------------------------------ what a pool asks for
+    # ------------------------------------------------------------------ methods of the pool
 
     def _open(self, worker: Worker) -> None:
         try:
-            cargo = packed(worker)
+            packed = pack(worker)
         except Exception as error:
             raise ConfigError(f"the client or its data cannot be sent to other processes: {error}") from error
-        self._cargo, self._shared, self._selector = Block(), Block(), selectors.DefaultSelector()
-        self._opened = self._cargo, self._shared, self._selector
-        self._message = cargo.content, self._cargo.write(cargo.bulk)
+        self._worker_block, self._shared, self._selector = Block(), Block(), selectors.DefaultSelector()
+        self._resources = self._worker_block, self._shared, self._selector
+        self._message = packed.content, self._worker_block.write(packed.bulk)
 
     def _size(self) -> int:
         return self.num_workers or num_cores()
 
-    def _begin(self) -> _ProcessSeat:
+    def _start_worker(self) -> _ProcessHandle:
         connection, theirs = socket.socketpair()
         inbox, outbox = Mailbox(), Mailbox()
         with theirs:
-            blocks = (self._cargo.descriptor, self._shared.descriptor, *inbox.descriptors, *outbox.descriptors)
-            home = nursery()
+            blocks = (self._worker_block.descriptor, self._shared.descriptor, *inbox.descriptors, *outbox.descriptors)
+            server = fork_server()
             try:
-                pid = home.begin([theirs.fileno(), *blocks])
+                pid = server.start_worker([theirs.fileno(), *blocks])
             except OSError as error:
                 connection.close()
                 raise WorkerError("workers cannot be started: the process that they are forked from died") from error
-        seat = _ProcessSeat(nursery=home, pid=pid, connection=connection, inbox=inbox, outbox=outbox)
-        self._selector.register(connection, selectors.EVENT_READ, seat)
-        # `_listen` reports a worker that dies here.
+        handle = _ProcessHandle(fork_server=server, pid=pid, connection=connection, inbox=inbox, outbox=outbox)
+        self._selector.register(connection, selectors.EVENT_READ, handle)
+        # `_receive_reports` reports a worker that dies here.
         with suppress(OSError):
-            connection.sendall(inbox.post((_circumstances(self._size()), *self._message)))
-        return seat
+            connection.sendall(inbox.post((_worker_settings(self._size()), *self._message)))
+        return handle
 
     def _pack(self, work: Sequence[Work]) -> None:
+        # Workers compare this number with the last one, and read the shared objects again if it differs.
         self._round += 1
         self._work = work
-        common = _held_by_several(work)
+        common = _shared_objects(work)
         self._known = {key: number for number, key in enumerate(common)}
-        parcel = _sendable(list(common.values()))
+        message = _pack_content(list(common.values()))
         # Workers do not read the shared memory between rounds.
-        self._common = self._shared.write([memoryview(parcel.content), *parcel.bulk])
+        self._common = self._shared.write([memoryview(message.content), *message.bulk])
 
-    def _give(self, seat: _ProcessSeat, position: int) -> bool:
+    def _send_task(self, handle: _ProcessHandle, position: int) -> bool:
         # Packed when it is needed, while the first clients run.
-        parcel = _sendable(self._work[position], self._known)
+        message = _pack_content(self._work[position], self._known)
         try:
             # A busy worker does not read, but notes are so short that they always fit into the socket.
-            seat.connection.sendall(seat.inbox.post((self._round, self._common, parcel.content), parcel.bulk))
+            handle.connection.sendall(handle.inbox.post((self._round, self._common, message.content), message.bulk))
         except OSError:
             return False
         return True
 
-    def _listen(self, timeout: float | None) -> Iterator[tuple[_ProcessSeat, News]]:
+    def _receive_reports(self, timeout: float | None) -> Iterator[tuple[_ProcessHandle, WorkerReport]]:
         for key, _ in self._selector.select(timeout):
-            seat: _ProcessSeat = key.data
+            handle: _ProcessHandle = key.data
             try:
-                note = _heard(seat.connection)
+                note = _receive_note(handle.connection)
             except (EOFError, OSError):
-                self._leave(seat, _GRACE)
-                yield seat, Lost(f"its process {describe_exit(seat.exit_code)}")
+                self._wait_for_exit(handle, _GRACE)
+                yield handle, LostWorker(f"its process {describe_exit(handle.exit_code)}")
                 continue
-            news = opened(*seat.outbox.fetch(note))
-            if isinstance(news, Mapping):
-                error = rebuilt(news)
+            report = unpack(*handle.outbox.fetch(note))
+            # A mapping describes an error of unpickling the client, which every other worker would have, too.
+            if isinstance(report, Mapping):
+                error = rebuild_error(report)
                 raise ConfigError(f"the client cannot be received by another process: {error}") from error
-            yield seat, news
+            yield handle, report
 
-    def _end(self, seat: _ProcessSeat) -> None:
-        self._leave(seat, _GRACE if seat.is_ready and not seat.given else 0.0)
-        seat.inbox.close()
-        seat.outbox.close()
+    def _stop_worker(self, handle: _ProcessHandle) -> None:
+        self._wait_for_exit(handle, _GRACE if handle.is_ready and not handle.assigned_tasks else 0.0)
+        handle.inbox.close()
+        handle.outbox.close()
 
-    def _leave(self, seat: _ProcessSeat, grace: float) -> None:
-        if seat.exit_code is None:
-            self._hang_up(seat)
-            # If the nursery is dead, it was killed with all its workers.
-            seat.exit_code = -signal.SIGKILL
+    def _wait_for_exit(self, handle: _ProcessHandle, grace: float) -> None:
+        if handle.exit_code is None:
+            self._close_connection(handle)
+            # If the fork server is dead, it was killed with all its workers.
+            handle.exit_code = -signal.SIGKILL
             with suppress(OSError):
-                seat.exit_code = seat.nursery.end(seat.pid, grace)
+                handle.exit_code = handle.fork_server.stop_worker(handle.pid, grace)
 
-    def _hang_up(self, seat: _ProcessSeat) -> None:
-        if seat.connection.fileno() >= 0:
-            self._selector.unregister(seat.connection)
-            seat.connection.close()
-
-
-def _circumstances(num_workers: int) -> dict[str, Any]:
-    return {**circumstances(num_workers), "folder": os.getcwd(), "environment": dict(os.environ)}
+    def _close_connection(self, handle: _ProcessHandle) -> None:
+        if handle.connection.fileno() >= 0:
+            self._selector.unregister(handle.connection)
+            handle.connection.close()
 
 
-def _held_by_several(work: Sequence[Work]) -> dict[int, Any]:
+def _worker_settings(num_workers: int) -> dict[str, Any]:
+    return {**worker_settings(num_workers), "folder": os.getcwd(), "environment": dict(os.environ)}
+
+
+def _shared_objects(work: Sequence[Work]) -> dict[int, Any]:
     """Return the objects that several tasks share, by identity: the weights, and payloads for all clients."""
     # All objects are kept alive until the end, so that no new object has the same identity.
-    met, several = dict[int, Any](), dict[int, Any]()
+    seen, several = dict[int, Any](), dict[int, Any]()
 
-    def meet(piece: Any) -> None:
-        if id(piece) in met:
+    def visit(piece: Any) -> None:
+        if id(piece) in seen:
             several[id(piece)] = piece
         elif isinstance(piece, (Tensor, np.ndarray)):
-            met[id(piece)] = piece
+            seen[id(piece)] = piece
         elif isinstance(piece, (Mapping, list, tuple)) and piece:
-            met[id(piece)] = piece
+            seen[id(piece)] = piece
             for each in piece.values() if isinstance(piece, Mapping) else piece:
-                meet(each)
+                visit(each)
 
     for task, _ in work:
-        meet(task.weights)
-        meet(task.payload)
+        visit(task.weights)
+        visit(task.payload)
     return several
 
 
-def _sendable(content: Any, known: Mapping[int, int] | None = None) -> Parcel:
+def _pack_content(content: Any, known: Mapping[int, int] | None = None) -> PackedMessage:
     try:
-        return packed(content, known)
+        return pack(content, known)
     except Exception as error:
         raise ConfigError(f"a task or a client's state cannot be sent to other processes: {error}") from error
 
@@ -199,7 +201,7 @@ def _sendable(content: Any, known: Mapping[int, int] | None = None) -> Parcel:
 # ------------------------------------------------------------------ in a worker
 
 
-def live(descriptors: Sequence[int]) -> None:
+def run_worker(descriptors: Sequence[int]) -> None:
     """Run a worker, from the first message to the last.
 
     Args:
@@ -207,38 +209,42 @@ def live(descriptors: Sequence[int]) -> None:
             tasks and for answers.
     """
     connection = socket.socket(fileno=descriptors[0])
-    cargo, shared = map(Block, descriptors[1:3])
+    worker_block, shared = map(Block, descriptors[1:3])
     inbox, outbox = Mailbox(descriptors[3:5]), Mailbox(descriptors[5:])
 
-    def answer(parcel: Parcel) -> None:
-        connection.sendall(outbox.post(parcel.content, parcel.bulk))
+    def answer(message: PackedMessage) -> None:
+        connection.sendall(outbox.post(message.content, message.bulk))
 
-    with suppress(EOFError, ConnectionError), listening():
-        (found, content, places), _ = inbox.fetch(_heard(connection))
-        _settle(found)
+    with suppress(EOFError, ConnectionError), install_handlers_once():
+        (found, content, places), _ = inbox.fetch(_receive_note(connection))
+        _apply_settings(found)
         try:
-            memory = cargo.mapped()
-            worker: Worker = opened(content, [memory[start : start + length] for start, length in places])
+            memory = worker_block.map_private()
+            # The mapping is private: a client that changes its data in place changes no other worker's data.
+            worker: Worker = unpack(content, [memory[start : start + length] for start, length in places])
         except Exception as error:
-            answer(packed(described(error)))
+            answer(pack(describe_error(error)))
             return
-        answer(packed("ready"))
+        answer(pack("ready"))
         now, known = 0, list[Any]()
         while True:
-            (number, places, content), bulk = inbox.fetch(_heard(connection))
+            (number, places, content), bulk = inbox.fetch(_receive_note(connection))
+            # The first task of a round: the shared weights are read once for all tasks of this worker.
             if number != now:
                 first, *rest = shared.read_together(places)
-                now, known = number, opened(bytes(first), rest)
-            work: Work = opened(content, bulk, known)
-            outcome = attempted(worker, work)
+                now, known = number, unpack(bytes(first), rest)
+            work: Work = unpack(content, bulk, known)
+            outcome = run_client(worker, work)
             try:
-                parcel = packed(outcome)
+                message = pack(outcome)
             except Exception as error:
-                parcel = packed(fault(work[0], error))
-            answer(parcel)
+                # The client has trained, but its answer or state cannot be pickled. The worker lives on for the next
+                # client.
+                message = pack(fault(work[0], error))
+            answer(message)
 
 
-def _heard(connection: socket.socket) -> bytes:
+def _receive_note(connection: socket.socket) -> bytes:
     """Wait for a note, and return it."""
     note = connection.recv(NOTE_SIZE, socket.MSG_WAITALL)
     if len(note) < NOTE_SIZE:
@@ -246,10 +252,10 @@ def _heard(connection: socket.socket) -> bytes:
     return note
 
 
-def _settle(found: Mapping[str, Any]) -> None:
+def _apply_settings(found: Mapping[str, Any]) -> None:
     """Use the folder, the environment and the arithmetic settings of the server."""
     os.chdir(found["folder"])
     os.environ.clear()
     os.environ.update(found["environment"])
     # Last, because it sets a variable, too.
-    set_circumstances(found)
+    apply_worker_settings(found)

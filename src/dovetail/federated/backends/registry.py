@@ -1,4 +1,4 @@
-"""Backends by name. Those that bring something heavy import it when they start."""
+"""Registry of backends by name; a backend imports heavy packages only when it starts."""
 
 from __future__ import annotations
 

@@ -21,10 +21,10 @@ class Sequential(Backend):
 
     def run(self, work: Sequence[Work]) -> Iterator[Outcome]:
         for each in work:
-            yield attempted(self._worker, each)
+            yield run_client(self._worker, each)
 
 
-def attempted(worker: Worker, work: Work) -> Outcome:
+def run_client(worker: Worker, work: Work) -> Outcome:
     """Return the outcome of one client; its error is a fault and does not end the round."""
     task, state = work
     try:

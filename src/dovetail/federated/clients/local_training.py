@@ -1,4 +1,4 @@
-"""Local training of a client: what its schedule continues, and what the client reports of it."""
+"""Local training of a client: the schedule across rounds, and the number of updates and loss of a run."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ def continue_schedule(context: TrainingContext) -> None:
 
 def summarize_training(context: TrainingContext) -> tuple[int, float]:
     """Return the number of updates of the model that is sent, and the mean loss of its last epoch."""
+    # The usual case needs no history of epochs.
     if len(context.run.phases) == 1:
         return context.progress.updates, context.history.get_latest_metric("train_loss")
+    # A row before the first epoch, so that differences of counts need no special case.
     rows: list[Any] = [{"epoch": 0, "updates": 0, "loss": math.nan}]
     rows += [row for row in context.history.rows if row["stage"] == "train"]
     num_updates, loss, begin = 0, math.nan, 0

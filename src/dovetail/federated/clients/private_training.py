@@ -23,7 +23,7 @@ class PrivateClientTrainer(_Private):  # type: ignore[misc]
         epsilon: The epsilon that a run spends.
         delta: The probability that epsilon does not hold. None means one over the client's samples.
         max_grad_norm: The largest norm of the gradient of one sample.
-        options: What `ComposableTrainer` takes.
+        options: Further arguments of `ComposableTrainer`.
     """
 
     def __init__(self, epsilon: float, delta: float | None = None, max_grad_norm: float = 1.0, **options: Any) -> None:

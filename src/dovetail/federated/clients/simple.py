@@ -20,8 +20,8 @@ from dovetail.federated.algorithms.base import Algorithm
 from dovetail.federated.backends import Done
 from dovetail.federated.callbacks import ClientCallback, as_callback
 from dovetail.federated.clients.local_training import continue_schedule, summarize_training
-from dovetail.federated.clients.weights import copied, difference, load_weights
-from dovetail.federated.fleet import FleetTrainer, Member, why_alone
+from dovetail.federated.clients.weights import copy_nested, difference, load_weights
+from dovetail.federated.fleet import FleetTrainer, Member, fleet_obstacle
 from dovetail.federated.messages import SERVER_RESPONSE, Task, Update, Weights
 from dovetail.federated.personalization import personal_weights
 from dovetail.federated.postprocess import Chain
@@ -53,11 +53,14 @@ _INSTEAD = {
     "inbound_processed": _WORK + _PLATO,
     "_train": _WORK + _PLATO,
     "_load_payload": _WORK + _PLATO,
-    "_load_data": "give the client a datasource",
-    "_allocate_data": "give the client a datasource",
+    **dict.fromkeys(("_load_data", "_allocate_data"), "give the client a datasource"),
     "_obtain_model_update": "a simulated client has no half-trained model to send",
     "start_client": "a server runs its clients: server.run(client)",
     "add_callbacks": "give the client callbacks=[…]",
+    # Earlier names of methods of this class.
+    "begin": "override prepare",
+    "effort": "override estimate_cost(task)",
+    "why_alone": "override fleet_obstacle(work)",
 }
 
 
@@ -104,15 +107,15 @@ class Client:
         self._trainer_callbacks = list(trainer_callbacks or ())
         self._trainer: SingleProcessTrainer | None = None
         self._initial: dict[str, Tensor] = {}
-        self._fresh: Mapping[str, Any] = {}
+        self._initial_states: Mapping[str, Any] = {}
         # True if strategies store something in the state of a client.
-        self._keeps = False
+        self._stores_state = False
         self.tests_every = 0
         self.inbound, self.outbound = Chain(), Chain()
         self._started = 0.0
         self._customizes = False
         # The settings of training that the trainer does not read, because it has its own optimizer, schedule or loss.
-        self.unread: tuple[str, ...] = ()
+        self.unread_settings: tuple[str, ...] = ()
 
     # The methods that are called for one client at a time, and so keep clients from training together.
     _called_for_one: ClassVar[tuple[str, ...]] = (
@@ -143,7 +146,7 @@ class Client:
         return report
 
     def inbound_received(self, inbound_processor: Chain) -> None:
-        """Override to act when a task has come, before callbacks are called."""
+        """Override to act when a task is received, before callbacks are called."""
 
     def outbound_ready(self, report: Any, outbound_processor: Chain) -> None:
         """Override to act when an update is ready, before callbacks are called and its processors change it."""
@@ -151,10 +154,10 @@ class Client:
     @property
     def trainer(self) -> SingleProcessTrainer:
         """The trainer that works for every client in turn."""
-        assert self._trainer is not None, "a server begins a client before it is asked for anything"
+        assert self._trainer is not None, "a server calls prepare before the first task"
         return self._trainer
 
-    def begin(
+    def prepare(
         self,
         model: nn.Module,
         datasource: Any,
@@ -181,7 +184,7 @@ class Client:
         own = copy.deepcopy(as_module(self.model) or model)
         self._trainer = trainer = as_trainer(self._given_trainer, own)
         self._customizes = defines(self, "customize_report")
-        self.unread = _unread(trainer.strategies)
+        self.unread_settings = _find_unread_settings(trainer.strategies)
         for layer in layers(trainer):
             for name in _NEVER_CALLED:
                 if defines(layer, name):
@@ -189,14 +192,14 @@ class Client:
                         f"{type(layer).__name__}.{name}: a client trains with fit, which does not call it: override "
                         "train_step, perform_forward_and_backward_passes, a hook such as train_run_start, or fit itself"
                     )
-        self.algorithm.begin(model, self.datasource.num_clients)
+        self.algorithm.prepare(model, self.datasource.num_clients)
         equip(trainer, **self.algorithm.equip(trainer.strategies))
         # A trainer with a seed starts every run with it, so that all clients would draw the same numbers.
         trainer.options = replace(trainer.options, seed=None).bound_to(trainer)
         context = trainer.context
         context.callbacks.add(*copy.deepcopy(self._trainer_callbacks))
         # The state of strategies and callbacks is reset before every client.
-        self._fresh = {
+        self._initial_states = {
             "shared": dict(context.state),
             "strategies": copy.deepcopy(trainer.strategies.state_dict()),
             # Including those whose state is still empty.
@@ -206,10 +209,10 @@ class Client:
                 if type(it).state_dict is not Callback.state_dict
             ],
         }
-        self._keeps = bool(trainer.strategies.overriding("on_prepare"))
+        self._stores_state = bool(trainer.strategies.overriding("on_prepare"))
         # The layers that stay with a client start as copies of the server's.
         self._initial = {
-            name: value.detach().clone() for name, value in model.state_dict().items() if self.algorithm.stays(name)
+            name: value.detach().clone() for name, value in model.state_dict().items() if self.algorithm.is_local(name)
         }
         context.client.local_names = frozenset(self._initial)
 
@@ -223,12 +226,12 @@ class Client:
         self._started = started = time.perf_counter()
         self.client_id, self.current_round = task.client_id, task.round
         task = self._receive(task)
-        before = self._get_ready(task, state)
+        before = self._reset_for(task, state)
         if task.kind == "evaluate":
-            return self._judged(task), state
+            return self._evaluation_update(task), state
         num_samples = self.datasource.num_samples(task.client_id)
         if task.kind == "personalize":
-            return self._personalized(task, state, num_samples)
+            return self._personalize(task, state, num_samples)
         if num_samples == 0:
             # A client without samples returns a zero update; this is not a fault.
             nothing = {name: torch.zeros_like(value) for name, value in task.weights.items()}
@@ -238,22 +241,22 @@ class Client:
         assert context.model is not None
         after = {name: value.detach() for name, value in context.model.state_dict().items()}
         num_updates, loss = summarize_training(context)
-        update, kept = self._answer(task, state, before, after, num_samples, num_updates, loss)
+        update, kept = self._make_update(task, state, before, after, num_samples, num_updates, loss)
         return replace(update, seconds=time.perf_counter() - started), kept
 
-    def effort(self, task: Task) -> float | None:
+    def estimate_cost(self, task: Task) -> float | None:
         """Return the cost estimate of a task: samples times epochs. None means that sizes are not known."""
         if not self.datasource.knows_sizes:
             return None
         epochs = task.config.get("epochs", self.trainer.context.config["epochs"])
         return float(self.datasource.num_samples(task.client_id) * epochs)
 
-    def why_alone(self, work: Sequence[tuple[Task, ClientState]]) -> str | None:
-        """Return what keeps clients from training as one fleet; None if nothing does, and nothing if none trains."""
+    def fleet_obstacle(self, work: Sequence[tuple[Task, ClientState]]) -> str | None:
+        """Return why clients cannot train as one fleet; None if they can, and an empty string if a task trains none."""
         if any(task.kind != "train" for task, _ in work):
             return ""
         if self.callbacks:
-            return f"{type(self.callbacks[0]).__name__} hears of one client at a time"
+            return f"{type(self.callbacks[0]).__name__} is called for one client at a time"
         for name in self._called_for_one:
             if defines(self, name):
                 return f"{type(self).__name__}.{name} is called for one client at a time"
@@ -262,77 +265,76 @@ class Client:
                 return f"client {task.client_id} has no samples"
         configs = [task.config for task, _ in work]
         if any(config != configs[0] for config in configs):
-            return "clients are told different things"
-        core = self.trainer
-        reset(core)
+            return "the clients have different settings"
+        reset(core := self.trainer)
         configure(core, configs[0])
-        reason = why_alone(self.trainer)
-        if reason is None and self._keeps and any(True for _ in core.model.buffers()):
-            reason = "a fleet shares the buffers of its model, and its clients keep models of their own"
+        reason = fleet_obstacle(core)
+        if reason is None and self._stores_state and any(True for _ in core.model.buffers()):
+            reason = "the model has buffers, which a fleet shares, but each client stores its own model"
         return reason
 
-    def work_together(self, work: Sequence[tuple[Task, ClientState]]) -> list[Done]:
-        """Return what `work` would for each of some clients, which train as one fleet."""
+    def work_as_fleet(self, work: Sequence[tuple[Task, ClientState]]) -> list[Done]:
+        """Return the result of `work` for each of several clients, which train as one fleet."""
         started = time.perf_counter()
         work = [(replace(task, weights=self.inbound.unpack(task.weights)), state) for task, state in work]
         members = [self._member(task, state) for task, state in work]
         trainer = copy.deepcopy(self.trainer)
         callbacks = trainer.context.callbacks
-        # One client's loss that is not finite is no reason to end the others.
+        # Otherwise one client whose loss is not finite would stop the training of all.
         callbacks.remove(*[it for it in callbacks if isinstance(it, NonFiniteLoss)])
         fleet = FleetTrainer(trainer, members)
         fleet.train_together()
         seconds = (time.perf_counter() - started) / len(work)
         done = []
         for position, ((task, state), member) in enumerate(zip(work, members, strict=True)):
-            self._get_ready(task, state)
+            self._reset_for(task, state)
             after = fleet.state_of(position)
             context = self.trainer.context
             assert context.model is not None
             load_weights(context.model, after)
-            context.client.state = fleet.kept_by(position)
+            context.client.state = fleet.client_state_of(position)
             num_samples = self.datasource.num_samples(task.client_id)
             num_updates, loss = fleet.num_updates[position], fleet.losses[position]
-            sent = fleet.sent_by(position)
-            update, kept = self._answer(task, state, member.state, after, num_samples, num_updates, loss, sent)
+            sent = fleet.payload_of(position)
+            update, kept = self._make_update(task, state, member.state, after, num_samples, num_updates, loss, sent)
             done.append(Done(replace(update, seconds=seconds), kept))
         return done
 
-    # ------------------------------------------------------------------ steps that the client of plato has in its way
+    # ------------------------------------------------------------------ steps that `compat.plato` overrides
 
     def _receive(self, task: Task) -> Task:
-        """Call the hooks of a task that has come, and return it with its weights decoded."""
+        """Call the hooks for a received task, and return it with its weights decoded."""
         if task.kind != "evaluate":
             self.process_server_response(server_response(task))
         self.inbound_received(self.inbound)
-        for heard in self.callbacks:
-            heard.on_inbound_received(self, self.inbound)
+        for callback in self.callbacks:
+            callback.on_inbound_received(self, self.inbound)
         if len(self.inbound):
             task = replace(task, weights=self.inbound.unpack(task.weights))
-        for heard in self.callbacks:
-            heard.on_inbound_processed(self, task)
+        for callback in self.callbacks:
+            callback.on_inbound_processed(self, task)
         return task
 
     def _train_model(self, task: Task) -> None:
         """Train the model, which has the weights of the task, on the data of the client."""
         self.trainer.fit(self.datasource.train_data(task.client_id))
 
-    def _announce(self, update: Update) -> None:
+    def _notify_update_ready(self, update: Update) -> None:
         """Call the hooks of an update that is ready."""
         self.outbound_ready(update, self.outbound)
-        for heard in self.callbacks:
-            heard.on_outbound_ready(self, update, self.outbound)
+        for callback in self.callbacks:
+            callback.on_outbound_ready(self, update, self.outbound)
 
     # ------------------------------------------------------------------ private
 
     def _member(self, task: Task, state: ClientState) -> Member:
-        """Return a client as one of a fleet, with all that it lacks so far."""
-        before, core = self._get_ready(task, state), self.trainer
+        """Return a client as a member of a fleet, with a complete state."""
+        before, core = self._reset_for(task, state), self.trainer
         core.strategies.prepare(core.context)
         data = self.datasource.train_data(task.client_id)
         return Member(before, data, derive_seed(task.seed, "order"), core.context.client.state, task.payload)
 
-    def _answer(
+    def _make_update(
         self,
         task: Task,
         state: ClientState,
@@ -351,32 +353,32 @@ class Client:
             num_samples=num_samples,
             num_updates=num_updates,
             delta=difference({name: after[name] for name in task.weights}, before),
-            payload=copied(sent),
-            metrics={"loss": loss, **self._tested(task)},
+            payload=copy_nested(sent),
+            metrics={"loss": loss, **self._test_metrics(task)},
             seconds=time.perf_counter() - self._started,
         )
         if self._customizes:
-            update = self._customized(update)
-        kept = self._kept(state, after)
-        self._announce(update)
+            update = self._customize_update(update)
+        kept = self._state_after(state, after)
+        self._notify_update_ready(update)
         return self.outbound.encode(update, task, kept), kept
 
-    def _customized(self, update: Update) -> Update:
+    def _customize_update(self, update: Update) -> Update:
         report = self.customize_report(update.report)
         if not isinstance(report, SimpleNamespace):
             raise ConfigError(f"{type(self).__name__}.customize_report: expected the report, got {report!r}: return it")
         return update.with_report(report)
 
-    def _kept(self, state: ClientState, after: Weights) -> ClientState:
+    def _state_after(self, state: ClientState, after: Weights) -> ClientState:
         """Return the state of a client after training."""
-        kept: ClientState = copied(self.trainer.context.client.state)
+        kept: ClientState = copy_nested(self.trainer.context.client.state)
         if self._initial:
-            kept[_OWN] = copied({name: after[name] for name in self._initial})
+            kept[_OWN] = copy_nested({name: after[name] for name in self._initial})
         if _POSTPROCESSORS in state:
             kept[_POSTPROCESSORS] = state[_POSTPROCESSORS]
         return kept
 
-    def _get_ready(self, task: Task, state: ClientState) -> dict[str, Tensor]:
+    def _reset_for(self, task: Task, state: ClientState) -> dict[str, Tensor]:
         """Reset the trainer for one client and return the initial weights."""
         core = self.trainer
         context = core.context
@@ -389,7 +391,7 @@ class Client:
         context.run.is_one_of_many = True
         own = {name: value for name, value in state.items() if name not in (_OWN, _POSTPROCESSORS)}
         # Copied, because strategies may change it in place, and the server keeps it if the update is not used.
-        client.state = copied(own, context.device)
+        client.state = copy_nested(own, context.device)
         client.payload = task.payload
         reset(core)
         core._data.forget_loaders()
@@ -397,37 +399,37 @@ class Client:
         if context.config.get("global_lr_scheduler"):
             continue_schedule(context)
         context.state.clear()
-        context.state.update(self._fresh["shared"], order_seed=derive_seed(task.seed, "order"))
-        if self._fresh["strategies"]:
-            core.strategies.load_state_dict(copy.deepcopy(self._fresh["strategies"]))
-        for callback, first in self._fresh["callbacks"]:
+        context.state.update(self._initial_states["shared"], order_seed=derive_seed(task.seed, "order"))
+        if self._initial_states["strategies"]:
+            core.strategies.load_state_dict(copy.deepcopy(self._initial_states["strategies"]))
+        for callback, first in self._initial_states["callbacks"]:
             if first or callback.state_dict():
                 callback.load_state_dict(copy.deepcopy(first))
         seed_everything(task.seed)
         return before
 
-    def _judged(self, task: Task) -> Update:
+    def _evaluation_update(self, task: Task) -> Update:
         core = self.trainer
         core.strategies.prepare(core.context)
         num_samples = self.datasource.num_samples(task.client_id)
-        return Update(task.client_id, task.round, num_samples, metrics=self._evaluated(task.client_id))
+        return Update(task.client_id, task.round, num_samples, metrics=self._own_metrics(task.client_id))
 
-    def _personalized(self, task: Task, state: ClientState, num_samples: int) -> tuple[Update, ClientState]:
+    def _personalize(self, task: Task, state: ClientState, num_samples: int) -> tuple[Update, ClientState]:
         """Train for the client alone, and evaluate the weights that it would use."""
         context = self.trainer.context
         if num_samples:
             self._train_model(task)
         assert context.model is not None
-        kept = self._kept(state, context.model.state_dict()) if num_samples else state
-        metrics = self._evaluated(task.client_id)
+        kept = self._state_after(state, context.model.state_dict()) if num_samples else state
+        metrics = self._own_metrics(task.client_id)
         return Update(task.client_id, task.round, num_samples, metrics=metrics), kept
 
-    def _tested(self, task: Task) -> dict[str, float]:
+    def _test_metrics(self, task: Task) -> dict[str, float]:
         if not self.tests_every or task.round % self.tests_every:
             return {}
-        return {f"test_{name}": value for name, value in self._evaluated(task.client_id).items()}
+        return {f"test_{name}": value for name, value in self._own_metrics(task.client_id).items()}
 
-    def _evaluated(self, client_id: int) -> dict[str, float]:
+    def _own_metrics(self, client_id: int) -> dict[str, float]:
         """Return the metrics of the weights that the client would use itself, on its own test data."""
         data = self.datasource.test_data(client_id)
         if data is None:
@@ -437,11 +439,11 @@ class Client:
         assert context.model is not None
         own = personal_weights(core.strategies.model_update, context)
         if own is None:
-            return judged(core, data)
-        sent = copied(context.model.state_dict(), context.device)
+            return metrics_of_trainer(core, data)
+        sent = copy_nested(context.model.state_dict(), context.device)
         load_weights(context.model, own)
         try:
-            return judged(core, data)
+            return metrics_of_trainer(core, data)
         finally:
             load_weights(context.model, sent)
 
@@ -484,7 +486,7 @@ def as_trainer(trainer: Any, model: nn.Module | None = None) -> SingleProcessTra
     return made
 
 
-def judged(trainer: Any, data: Any) -> dict[str, float]:
+def metrics_of_trainer(trainer: Any, data: Any) -> dict[str, float]:
     """Return the metrics of a trainer's model on test data; a testing strategy or test method sets `accuracy`."""
     metrics = dict(trainer.evaluate(data))
     has_strategy = type(trainer.strategies.testing) not in (type(None), DefaultTestingStrategy)
@@ -503,7 +505,7 @@ def _payload(trainer: SingleProcessTrainer) -> dict[str, Any]:
     return trainer.strategies.model_update.get_update_payload(trainer.context)
 
 
-def _unread(strategies: Strategies) -> tuple[str, ...]:
+def _find_unread_settings(strategies: Strategies) -> tuple[str, ...]:
     """Return the settings of optimizer, schedule and loss that these strategies do not read."""
     found = []
     for name, strategy, own in (

@@ -33,6 +33,7 @@ def load_weights(model: nn.Module, weights: Weights) -> None:
                 f"weights: {name!r} has shape {tuple(value.shape)}, the model's has {tuple(state[name].shape)}"
             )
     with torch.no_grad():
+        # One call for all tensors: for a small model, one call per tensor would take longer than the copies.
         torch._foreach_copy_(targets, list(weights.values()))
 
 
@@ -53,18 +54,19 @@ def difference(after: Weights, before: Weights) -> dict[str, Tensor]:
         torch.sub(after[name], before[name], out=part)
     if device is None or device.type == "cpu":
         return parts
+    # One transfer from the device per type, not one per tensor.
     sent = {dtype: whole.cpu() for dtype, whole in memory.items()}
     return {name: sent[dtype][start:end].view(after[name].shape) for name, (dtype, start, end) in places.items()}
 
 
-def copied(content: Any, device: str | torch.device = "cpu") -> Any:
+def copy_nested(content: Any, device: str | torch.device = "cpu") -> Any:
     """Return copies of containers and tensors, which other training does not change."""
     if isinstance(content, Tensor):
         return content.detach().to(device, copy=True)
     if isinstance(content, Mapping):
-        return {name: copied(value, device) for name, value in content.items()}
+        return {name: copy_nested(value, device) for name, value in content.items()}
     if isinstance(content, (list, tuple)):
-        return type(content)(copied(value, device) for value in content)
+        return type(content)(copy_nested(value, device) for value in content)
     return copy.deepcopy(content)
 
 

@@ -33,7 +33,7 @@ class Labelled:
         values = labels.cpu().numpy() if isinstance(labels, Tensor) else np.asarray(labels)
         if values.ndim != 1 or values.dtype.kind not in "biuUS":
             raise DataError(
-                "labels: expected a row of whole numbers or names, one per sample, "
+                "labels: expected a one-dimensional array of whole numbers or names, one per sample, "
                 f"got shape {values.shape} of type {values.dtype}"
             )
         if not len(values):
@@ -59,15 +59,15 @@ class Labelled:
         return np.array([known[name] for name in names], dtype=np.int64)
 
 
-def dealt(count: int, shares: Floats) -> Ints:
-    """Return the owners of `count` samples: runs as long as their shares say."""
+def deal_shares(count: int, shares: Floats) -> Ints:
+    """Return the owners of `count` samples: client k owns a run whose length is its share of `count`."""
     cuts = np.floor(np.cumsum(shares)[:-1] * count)
     return np.searchsorted(cuts, np.arange(count), side="right")
 
 
 def proportions(rng: np.random.Generator, alphas: Floats) -> Floats:
     """Draw from a Dirichlet distribution."""
-    # Their sum must stay finite; beyond this the proportions are equal to nine digits anyway.
+    # The sum of the alphas must stay finite. Proportions of larger alphas are equal to nine digits anyway.
     return rng.dirichlet(np.clip(alphas, 1e-12, 1e18)) if len(alphas) > 1 else np.ones(1)
 
 
@@ -88,6 +88,7 @@ def at_least(min_samples: int, owners: Ints, num_clients: int, rng: np.random.Ge
     at_level = np.flatnonzero(sizes - given == low)
     given[rng.permutation(at_level)[: num_moved - int(given.sum())]] += 1
 
+    # The samples of each client in random order, client after client; its first `given` samples are moved.
     order = rng.permutation(len(owners))
     order = order[np.argsort(owners[order], kind="stable")]
     rank = np.arange(len(owners)) - np.repeat(sizes.cumsum() - sizes, sizes)
@@ -97,10 +98,10 @@ def at_least(min_samples: int, owners: Ints, num_clients: int, rng: np.random.Ge
     return owners
 
 
-def filled(data: Labelled, sizes: Ints, alpha: float, rng: np.random.Generator) -> Ints:
-    """Fill clients of given sizes with labels that each draws for itself, as long as there are any."""
+def owners_by_size(data: Labelled, sizes: Ints, alpha: float, rng: np.random.Generator) -> Ints:
+    """Return owners such that clients have given sizes, with label proportions that each client draws."""
     available = np.bincount(data.codes, minlength=len(data.names))
-    # Around the shares of the whole dataset, so that what all want together is about what there is.
+    # Centered at the label shares of the dataset, so that the sum of all requests is close to what is available.
     mixes = rng.dirichlet(np.clip(alpha * len(available) * available / len(data), 1e-12, 1e18), size=len(sizes))
     wanted = rng.multinomial(sizes, mixes).ravel()
     num_clients, num_labels = len(sizes), len(available)
@@ -114,20 +115,21 @@ def filled(data: Labelled, sizes: Ints, alpha: float, rng: np.random.Generator) 
         owners[members[:served]] = takers[:served]
         unserved.append(takers[served:])
         unused.append(members[served:])
+    # Requests for labels that ran out get random samples of the labels that are left, so that sizes are exact.
     left = np.concatenate(unserved)
     owners[rng.permutation(np.concatenate(unused))[: len(left)]] = left
     return owners
 
 
-def drawn(data: Labelled, alpha: float, count: int, rng: np.random.Generator) -> Ints:
-    """Draw samples without replacement, weighted by their labels: those whose exponential clocks ring first."""
+def draw_by_label(data: Labelled, alpha: float, count: int, rng: np.random.Generator) -> Ints:
+    """Draw samples without replacement, weighted by their labels: the samples with the smallest exponential times."""
     weights = proportions(rng, np.full(len(data.names), alpha))
     clocks = rng.exponential(size=len(data)) / np.maximum(weights[data.codes], 1e-300)
     return np.argpartition(clocks, count - 1)[:count]
 
 
-def hands(pool: Ints, num_clients: int, count: int, rng: np.random.Generator) -> Ints:
-    """Deal each client `count` different labels of the pool: the first in turn, so that all are held, then any."""
+def draw_labels(pool: Ints, num_clients: int, count: int, rng: np.random.Generator) -> Ints:
+    """Return `count` different labels for each client: the first one in turn, so that all are used, then any."""
     pool = rng.permutation(pool)
     hands = np.empty((num_clients, count), dtype=np.int64)
     # Some clients at a time, since each draws a number for each label.
@@ -138,7 +140,7 @@ def hands(pool: Ints, num_clients: int, count: int, rng: np.random.Generator) ->
     return hands
 
 
-def held_owners(data: Labelled, held: Ints, rng: np.random.Generator) -> Ints:
+def owners_by_label(data: Labelled, held: Ints, rng: np.random.Generator) -> Ints:
     """Divide the samples of each label over the clients that hold it; samples of other labels are left out."""
     owners = np.full(len(data), -1)
     for code, members in enumerate(data.members(rng)):

@@ -1,4 +1,4 @@
-"""Cut a labelled dataset over clients.
+"""Partitions of a labelled dataset over the clients of a federation.
 
 Every function takes the labels of a dataset and the number of clients, is a function of its seed, and gives no sample
 to two clients, unless `overlap` is set. Functions that do not use labels also accept the number of samples.
@@ -24,12 +24,12 @@ from dovetail.federated.data.dealing import (
     Labelled,
     Labels,
     at_least,
-    dealt,
-    drawn,
-    filled,
-    hands,
-    held_owners,
+    deal_shares,
+    draw_by_label,
+    draw_labels,
     listed,
+    owners_by_label,
+    owners_by_size,
     proportions,
 )
 from dovetail.federated.data.partition_plot import figure_of
@@ -57,7 +57,7 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """Which samples each client has. Client ids count from 1; iteration goes through the clients in their order.
+    """The samples of each client. Client ids count from 1; iteration yields the samples of client after client.
 
     Clients are runs of one tensor, so a partition over a hundred thousand clients is three tensors, and clients that
     have the same samples can share a run.
@@ -88,7 +88,7 @@ class Partition:
             run = torch.as_tensor(samples)
             if run.ndim != 1 or (len(run) and (run.is_floating_point() or run.dtype is torch.bool)):
                 raise DataError(
-                    f"client {client_id}: expected a row of the numbers of samples, "
+                    f"client {client_id}: expected a one-dimensional array of sample indices, "
                     f"got shape {tuple(run.shape)} of type {run.dtype}"
                 )
             runs.append(run.to(torch.int64))
@@ -125,7 +125,7 @@ class Partition:
         return self.indices[start : start + size].clone()
 
     def table(self, labels: Labels) -> Tensor:
-        """Return how many samples of each label each client has.
+        """Return the number of samples of each label at each client.
 
         Args:
             labels: The labels of the whole dataset.
@@ -153,13 +153,13 @@ def iid(
     overlap: bool = False,
     seed: int = 0,
 ) -> Partition:
-    """Deal out all samples at random, to each client as many as to any other, or one more.
+    """Distribute all samples at random; the sizes of clients differ by at most one.
 
     Args:
         labels: The labels of the dataset, or its number of samples.
         num_clients: Number of clients.
-        partition_size: Samples per client; None for all there are.
-        overlap: Whether each client draws its `partition_size` samples from the whole dataset, whatever others drew.
+        partition_size: The number of samples per client. None means to use all samples.
+        overlap: Draw the samples of each client from the whole dataset, so that clients may share samples.
         seed: The seed of the random numbers.
 
     Example:
@@ -197,7 +197,7 @@ def dirichlet(
         alpha: Concentration: small gives each client few labels, large makes all alike.
         min_samples: The smallest number of samples of a client; clients with more samples give some away.
         partition_size: Samples per client. The proportions then apply to the labels of each client.
-        overlap: Whether each client draws its `partition_size` samples from the whole dataset, whatever others drew.
+        overlap: Draw the samples of each client from the whole dataset, so that clients may share samples.
         seed: The seed of the random numbers.
 
     Example:
@@ -209,16 +209,16 @@ def dirichlet(
     _check_positive(alpha=alpha)
     if overlap:
         return _overlapping(
-            len(data), num_clients, partition_size, seed, lambda rng, size: drawn(data, alpha, size, rng)
+            len(data), num_clients, partition_size, seed, lambda rng, size: draw_by_label(data, alpha, size, rng)
         )
     if partition_size is not None:
         _check_at_least_one(partition_size=partition_size)
         _check_room(len(data), num_clients, partition_size)
-        return Partition._of_owners(filled(data, np.full(num_clients, partition_size), alpha, rng), num_clients)
+        return Partition._of_owners(owners_by_size(data, np.full(num_clients, partition_size), alpha, rng), num_clients)
     _check_room(len(data), num_clients, min_samples)
     owners = np.empty(len(data), dtype=np.int64)
     for members in data.members(rng):
-        owners[members] = dealt(len(members), proportions(rng, np.full(num_clients, alpha)))
+        owners[members] = deal_shares(len(members), proportions(rng, np.full(num_clients, alpha)))
     return Partition._of_owners(at_least(min_samples, owners, num_clients, rng), num_clients)
 
 
@@ -266,8 +266,8 @@ def label_quantity(labels: Labels, num_clients: int, *, classes_per_client: int 
     most = len(data.names)
     if not 1 <= classes_per_client <= most:
         raise ConfigError(f"classes_per_client: expected 1 to {most}, the number of labels, got {classes_per_client}")
-    held = hands(np.arange(most), num_clients, classes_per_client, rng)
-    return Partition._of_owners(held_owners(data, held, rng), num_clients)
+    held = draw_labels(np.arange(most), num_clients, classes_per_client, rng)
+    return Partition._of_owners(owners_by_label(data, held, rng), num_clients)
 
 
 def mixed_label_quantity(
@@ -279,14 +279,14 @@ def mixed_label_quantity(
     kept_anchors: int = 0,
     seed: int = 0,
 ) -> Partition:
-    """Give some clients, chosen at random, the same labels, and every other one as many of the rest.
+    """Give some random clients the same labels, and each other client as many of the remaining labels.
 
     Args:
         labels: The labels of the dataset.
         num_clients: Number of clients.
         anchor_classes: The labels that the chosen clients have in common.
-        num_anchored: How many clients are chosen.
-        kept_anchors: How many of these labels, the first ones, others may have as well.
+        num_anchored: The number of clients with these labels.
+        kept_anchors: The number of these labels, the first ones, that other clients may have, too.
         seed: The seed of the random numbers.
 
     Example:
@@ -313,8 +313,8 @@ def mixed_label_quantity(
                 f"anchor_classes: expected at most {len(pool)}, as many as there are labels for the other clients, "
                 f"got {len(anchors)}"
             )
-        held[chosen[num_anchored:]] = hands(pool, num_clients - num_anchored, len(anchors), rng)
-    return Partition._of_owners(held_owners(data, held, rng), num_clients)
+        held[chosen[num_anchored:]] = draw_labels(pool, num_clients - num_anchored, len(anchors), rng)
+    return Partition._of_owners(owners_by_label(data, held, rng), num_clients)
 
 
 def sample_quantity(
@@ -337,7 +337,7 @@ def sample_quantity(
     _check_positive(size_alpha=size_alpha)
     _check_room(num_samples, num_clients, min_samples)
     owners = np.empty(num_samples, dtype=np.int64)
-    owners[rng.permutation(num_samples)] = dealt(num_samples, proportions(rng, np.full(num_clients, size_alpha)))
+    owners[rng.permutation(num_samples)] = deal_shares(num_samples, proportions(rng, np.full(num_clients, size_alpha)))
     return Partition._of_owners(at_least(min_samples, owners, num_clients, rng), num_clients)
 
 
@@ -350,14 +350,14 @@ def mixed(
     min_samples: int = 1,
     seed: int = 0,
 ) -> Partition:
-    """Cut one part of the data as `dirichlet` does, for some of the clients, and the rest as `iid` does.
+    """Partition one part of the data like `dirichlet`, for some clients, and the rest like `iid`.
 
     Args:
         labels: The labels of the dataset.
         num_clients: Number of clients.
         non_iid_clients: Ids of the clients whose labels are skewed, or how many, which means the first ones.
-        alpha: Their concentration.
-        min_samples: What each of them has at least.
+        alpha: The concentration of their labels.
+        min_samples: The smallest number of samples of each of them.
         seed: The seed of the random numbers.
 
     Example:
@@ -397,8 +397,8 @@ def orthogonal(
     Args:
         labels: The labels of the dataset.
         num_clients: Number of clients; they are dealt out over the groups one by one.
-        num_groups: Number of groups, each with its run of the labels in ascending order. None for as many as there
-            can be: one per client, if there are as many labels.
+        num_groups: Number of groups, each with its run of the labels in ascending order. None means the largest
+            possible number: one per client, if there are enough labels.
         class_groups: The labels of each group, instead of runs; labels that none has are left out.
         seed: The seed of the random numbers.
 
@@ -438,7 +438,7 @@ def all_inclusive(labels: Labels | int, num_clients: int, *, seed: int = 0) -> P
     Args:
         labels: The labels of the dataset, or its number of samples.
         num_clients: Number of clients.
-        seed: Nothing is drawn; it is here because all partitions have one.
+        seed: Has no effect; it exists because all partitions have one.
 
     Example:
         >>> all_inclusive(3, 1_000_000).of(7)
@@ -461,7 +461,7 @@ def distribution(
 ) -> Partition:
     """Draw the sizes of the clients from one Dirichlet distribution, and the labels of each from another.
 
-    Sizes are exact and all samples are used, so clients get other labels than they drew where a label runs out.
+    Sizes are exact and all samples are used. When a label runs out, clients get other labels than they drew.
 
     Args:
         labels: The labels of the dataset.
@@ -478,9 +478,9 @@ def distribution(
     data, rng = Labelled.of(labels), _generator(seed)
     _check_positive(alpha=alpha, size_alpha=size_alpha)
     _check_room(len(data), num_clients, min_samples)
-    owners = dealt(len(data), proportions(rng, np.full(num_clients, size_alpha)))
+    owners = deal_shares(len(data), proportions(rng, np.full(num_clients, size_alpha)))
     sizes = np.bincount(at_least(min_samples, owners, num_clients, rng), minlength=num_clients)
-    return Partition._of_owners(filled(data, sizes, alpha, rng), num_clients)
+    return Partition._of_owners(owners_by_size(data, sizes, alpha, rng), num_clients)
 
 
 def _by_name() -> Mapping[str, Callable[..., Partition]]:
@@ -510,7 +510,7 @@ def _by_name() -> Mapping[str, Callable[..., Partition]]:
 
 partitions: Registry[Callable[..., Partition]] = Registry("partition", _by_name)
 
-# How plato spells the options.
+# Plato's names of the options, with our names.
 _SPELLINGS = {
     "concentration": "alpha",
     "label_concentration": "alpha",
@@ -525,7 +525,7 @@ _SPELLINGS = {
 
 
 def make_partition(name: str, labels: Labels | int, num_clients: int, **options: Any) -> Partition:
-    """Cut a dataset by the name of a partition, ours or plato's, with options as either spells them.
+    """Return the partition of a dataset by name; name and options may be ours or plato's.
 
     Args:
         name: One of `partitions`.
@@ -567,7 +567,7 @@ def option_of(spelling: str) -> str:
 
 
 def option_names(name: str) -> list[str]:
-    """Return what the partition of a name takes besides `seed`, as we spell it and as plato does.
+    """Return the options of a partition except `seed`, with our names and plato's.
 
     Example:
         >>> option_names("label_quantity_noniid")
@@ -585,7 +585,7 @@ def _options(function: Callable[..., Partition]) -> dict[str, inspect.Parameter]
 
 
 def plot(partition: Partition, labels: Labels, path: str | os.PathLike[str] | None = None) -> Any:
-    """Draw how many samples of each label each client has.
+    """Draw the number of samples of each label at each client.
 
     A few clients are bars, each label a colour. Many clients, or labels, are rows and columns of one picture, in which
     the colour says what share of a client's samples has the label.
@@ -593,7 +593,7 @@ def plot(partition: Partition, labels: Labels, path: str | os.PathLike[str] | No
     Args:
         partition: The partition.
         labels: The labels of the whole dataset.
-        path: Where to save the picture; its suffix (`.png`, `.svg`, `.pdf`) is the format. None for nowhere.
+        path: The file to write; its suffix (`.png`, `.svg`, `.pdf`) is the format. None means no file.
 
     Returns:
         The figure of matplotlib.
@@ -615,7 +615,7 @@ def _overlapping(
     seed: int,
     draw: Callable[[np.random.Generator, int], Ints],
 ) -> Partition:
-    """Let each client draw its samples, with a generator of the seed and the client."""
+    """Return a partition whose clients draw independently, each with a generator of the seed and its id."""
     if partition_size is None:
         raise ConfigError("overlap: clients that draw from the whole dataset need a partition_size")
     _check_at_least_one(num_clients=num_clients, partition_size=partition_size)

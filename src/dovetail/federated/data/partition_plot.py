@@ -1,4 +1,4 @@
-"""The picture of a partition."""
+"""Figure of a partition: the samples of each label at each client."""
 
 from __future__ import annotations
 

@@ -34,6 +34,7 @@ def shrunk(partition: Partition, distribution: Mapping[str, Any], seed: int = 0)
     """
     kept = []
     for client_id, indices in enumerate(partition, start=1):
+        # The last number keeps these draws apart from the samples that `sources.py` holds out, which use 1.
         rng = np.random.default_rng((seed, client_id, 2))
         size = min(len(indices), max(1, int(_share(distribution, rng) * len(indices))))
         order = torch.from_numpy(rng.permutation(len(indices))[:size])

@@ -34,9 +34,9 @@ class Datasource(ABC):
     A worker process gets it once, pickled. `train_data` must be a function of the client id alone.
 
     Attributes:
-        num_clients: How many clients there are.
-        knows_sizes: Whether `num_samples` is quick: it need not make or read a client's data. Set it to True beside a
-            `num_samples` of your own for which that holds, or where `train_data` hands out what is in memory.
+        num_clients: The number of clients.
+        knows_sizes: True if `num_samples` is fast, because it reads no data of the client. Set it to True if you
+            override `num_samples` in this way, or if `train_data` returns data that are in memory.
 
     Example:
         >>> class Lines(Datasource):
@@ -55,10 +55,10 @@ class Datasource(ABC):
 
     @abstractmethod
     def train_data(self, client_id: int) -> Any:
-        """Return what a client trains on, in any form that `fit` takes."""
+        """Return the training data of a client, in any form that `fit` takes."""
 
     def num_samples(self, client_id: int) -> int:
-        """Return how many samples a client trains on; unless you override it, by asking for its data."""
+        """Return the number of training samples of a client; this default reads its data and counts them."""
         data = self.train_data(client_id)
         if isinstance(data, (tuple, Tensor, np.ndarray)):
             return batch_length(data)
@@ -82,7 +82,7 @@ class Datasource(ABC):
 
 
 class PartitionedData(Datasource):
-    """A dataset that is cut over clients.
+    """A dataset that is partitioned over clients.
 
     Args:
         dataset: Tensors or arrays, a tuple of them, or a dataset of torch. Clients get tensors of data in memory, and a
@@ -146,12 +146,12 @@ class PartitionedData(Datasource):
         return data
 
     def num_samples(self, client_id: int) -> int:
-        """Return how many samples a client trains on, reading none."""
+        """Return the number of training samples of a client, without reading any."""
         size = len(self.partition.of(client_id))
         return size - self._num_held_out(size)
 
     def test_data(self, client_id: int) -> Any | None:
-        """Return a client's share of the test data, or what it held out; None where that is nothing."""
+        """Return a client's share of the test data, or the samples that it held out; None if there are none."""
         if self.test_partition is None:
             rows, indices = self._rows, self._cut(client_id)[1]
         else:
@@ -163,9 +163,11 @@ class PartitionedData(Datasource):
         return self._test
 
     def __getstate__(self) -> dict[str, Any]:
+        # Workers fill their own cache; the samples in this one would be sent a second time.
         return {**self.__dict__, "_kept": OrderedDict()}
 
     def _num_held_out(self, size: int) -> int:
+        # At least one sample is left for training.
         return max(0, min(round(size * self.held_out), size - 1))
 
     def _cut(self, client_id: int) -> tuple[Tensor, Tensor]:
@@ -179,15 +181,15 @@ class PartitionedData(Datasource):
 
 
 class GeneratedData(Datasource):
-    """Data that is made when it is asked for, and not kept: a population of a million costs nothing.
+    """Data that are generated on demand and not stored, so that a million clients use no memory.
 
     Args:
         num_clients: Number of clients.
         make: Returns the training data of a client id, always the same. For worker processes it must be picklable.
-        num_samples: Returns how many samples that is; None for making them and counting.
-        make_test: Returns the test data of a client id; None for no such data.
-        make_central_test: Returns what the server tests on; None for nothing.
-        model: Makes the model that fits these data.
+        num_samples: Returns the number of training samples of a client id. None means to generate and count them.
+        make_test: Returns the test data of a client id. None means no such data.
+        make_central_test: Returns the test data of the server. None means no such data.
+        model: Builds a model that fits these data.
 
     Example:
         >>> data = GeneratedData(1_000_000, lambda client_id: (torch.full((5, 2), float(client_id)), torch.zeros(5)))
@@ -234,7 +236,7 @@ class GeneratedData(Datasource):
 
 
 def labels_of(dataset: Any) -> Tensor:
-    """Return the labels of a dataset, to cut it by.
+    """Return the labels of a dataset, which partitions use.
 
     They are the last tensor of a tuple or of a `TensorDataset`, the `targets` of a dataset as torchvision has them, and
     for any other dataset the last item of every sample, which means reading all of them.
@@ -270,9 +272,9 @@ def leaf_synthetic(
         alpha: How much models differ between clients.
         beta: How much inputs differ between clients.
         num_clients: Number of clients.
-        seed: Decides everything.
+        seed: The seed of all random numbers.
         num_central: The server tests on the test data of this many clients, the first ones.
-        options: What else `LeafSynthetic` takes.
+        options: Further arguments of `LeafSynthetic`.
 
     Example:
         >>> data = leaf_synthetic(0.5, 0.5, num_clients=1_000_000, seed=1)
@@ -311,20 +313,22 @@ def datasource(name: str, num_clients: int, **options: Any) -> Datasource:
 
 
 def _digits(num_clients: int, **options: Any) -> Datasource:
-    # Always the same test data, whatever seed the clients are cut by: results of several seeds compare.
+    # The test data do not depend on the seed of the partition, so that results of several seeds can be compared.
     train, test = digits((0.8, 0.2))
-    return cut_over(train, test, functools.partial(mlp, 64, 10), num_clients, **options)
+    return partition_data(train, test, functools.partial(mlp, 64, 10), num_clients, **options)
 
 
 def _fashion_mnist(num_clients: int, *, folder: str | os.PathLike[str] | None = None, **options: Any) -> Datasource:
     train, test = fashion_mnist(folder)
     features = train.tensors[0][:1].numel()
-    return cut_over(train, test, functools.partial(mlp, features, 10), num_clients, **options)
+    return partition_data(train, test, functools.partial(mlp, features, 10), num_clients, **options)
 
 
 def _synthetic(num_clients: int, *, sampler: str | None = None, **options: Any) -> Datasource:
     if sampler is not None:
-        raise ConfigError(f"sampler: synthetic data are made client by client, with nothing to cut, got {sampler!r}")
+        raise ConfigError(
+            f"sampler: synthetic data is created per client and not partitioned: expected None, got {sampler!r}"
+        )
     return leaf_synthetic(num_clients=num_clients, **options)
 
 
@@ -339,7 +343,7 @@ datasources: Registry[Callable[..., Datasource]] = Registry(
 )
 
 
-def cut_over(
+def partition_data(
     train: Dataset[Any],
     test: Dataset[Any] | None,
     model: Callable[[], nn.Module] | None,
@@ -373,7 +377,7 @@ def cut_over(
         sizes = {} if test_partition_size is None else {"partition_size": test_partition_size}
         test_partition = make_partition(testset_sampler, labels_of(test), num_clients, seed=seed, **sizes)
     elif test_partition_size is not None:
-        raise ConfigError("test_partition_size: needs a testset_sampler, by which clients get test data")
+        raise ConfigError("test_partition_size: has no effect without testset_sampler; give both")
     return PartitionedData(
         train,
         partition,

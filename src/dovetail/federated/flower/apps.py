@@ -1,4 +1,4 @@
-"""A server and a client as the two halves of a Flower app."""
+"""Flower apps: a `ServerApp` from a server, and a `ClientApp` from a client."""
 
 from __future__ import annotations
 
@@ -56,12 +56,13 @@ def server_app(
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        running = _made(server, context)
+        running = _build_or_return(server, context)
         config = running.config
         nodes = num_nodes or min(config.clients.per_round, config.clients.total_clients)
+        # Only the place of the clients changes; the limit that the server was configured with stays.
         timeout = running.backend.timeout
         running.backend = FlowerBackend(grid, nodes, timeout, patience=patience, states=states)
-        running.run(None if client is None else _made(client, context))
+        running.run(None if client is None else _build_or_return(client, context))
 
     return app
 
@@ -87,17 +88,17 @@ def client_app(
         'ClientApp'
     """
 
-    def begun(context: Context) -> Worker:
-        mine = copy.copy(_made(client, context))
+    def build_worker(context: Context) -> Worker:
+        mine = copy.copy(_build_or_return(client, context))
         if server is None:
-            return _begun_alone(mine)
-        described = copy.copy(_made(server, context))
+            return _prepare_without_server(mine)
+        described = copy.copy(_build_or_return(server, context))
         # The files of the server are not on this node.
         described.config = described.config.with_settings(checkpoint_path=None, states_path=None)
         described.prepare(mine)
         return described.worker
 
-    return worker_app(begun)
+    return worker_app(build_worker)
 
 
 def worker_app(make: Callable[[Context], Worker]) -> ClientApp:
@@ -115,7 +116,7 @@ def worker_app(make: Callable[[Context], Worker]) -> ClientApp:
     node = _Node(make)
     app.train()(node.work)
     app.evaluate()(node.work)
-    app.query()(node.introduce)
+    app.query()(node.report_partition)
     return app
 
 
@@ -126,37 +127,38 @@ class _Node:
         self._make = make
         self._workers: dict[int, Worker] = {}
 
-    def introduce(self, message: Message, context: Context) -> Message:
+    def report_partition(self, message: Message, context: Context) -> Message:
         """Reply with the partition of this node."""
-        return _attempted(message, lambda: self._introduced(message, context))
+        return _reply_or_error(message, lambda: self._partition_reply(message, context))
 
     def work(self, message: Message, context: Context) -> Message:
-        return _attempted(message, lambda: self._done(message, context))
+        return _reply_or_error(message, lambda: self._work_reply(message, context))
 
-    def _introduced(self, message: Message, context: Context) -> Message:
+    def _partition_reply(self, message: Message, context: Context) -> Message:
         place = Place.of(context.node_config)
         content = {"partition-id": place.partition, "num-partitions": place.partitions}
         return Message(to_records(content), reply_to=message)
 
-    def _done(self, message: Message, context: Context) -> Message:
+    def _work_reply(self, message: Message, context: Context) -> Message:
         content = from_records(message.content)
-        given, stays = content.pop("state"), content.pop("states") == "nodes"
+        given, stores_here = content.pop("state"), content.pop("states") == "nodes"
         task = Task(**content)
         place = Place.of(context.node_config)
         if not place.has(task.client_id):
             raise ConfigError(f"client {task.client_id} does not live at the node of {place}")
+        # A process may serve several runs. Only the worker of the newest one is kept.
         if context.run_id not in self._workers:
             self._workers = {context.run_id: self._make(context)}
-        kept = _Kept(context, task.client_id)
-        state = kept.get(given) if stays else given
+        states = _NodeStates(context, task.client_id)
+        state = states.get(given) if stores_here else given
         update, new = self._workers[context.run_id].work(task, state)
-        if stays and task.kind != "evaluate":
-            new = kept.put(given, task.round, new)
+        if stores_here and task.kind != "evaluate":
+            new = states.put(given, task.round, new)
         answer = {"update": update.to_plain(), "state": {} if task.kind == "evaluate" else new}
         return Message(to_records(answer), reply_to=message)
 
 
-class _Kept:
+class _NodeStates:
     """The states of a client at its node: the one of the last used update, and the one after it.
 
     The server stores the round of the state. If it does not use an update, it continues with the round before.
@@ -169,7 +171,7 @@ class _Kept:
     def get(self, given: ClientState) -> ClientState:
         if not given:
             return {}
-        under = self._under(given["round"])
+        under = self._record_prefix(given["round"])
         if not any(name.startswith(under) for name in self._records):
             raise ConfigError(
                 f"{self._prefix}{given['round']}: its state is not at this node; states='server' takes states along"
@@ -177,20 +179,22 @@ class _Kept:
         return from_records(self._records, under=under)
 
     def put(self, given: ClientState, round: int, state: ClientState) -> ClientState:
-        needed = self._under(given["round"]) if given else None
+        # The old state stays until the next task, because the server may reject this update and send the old round
+        # again.
+        needed = self._record_prefix(given["round"]) if given else None
         for name in list(self._records):
             if name.startswith(self._prefix) and not (needed and name.startswith(needed)):
                 del self._records[name]
         if not state:
             return {}
-        self._records.update(to_records(state, under=self._under(round)))
+        self._records.update(to_records(state, under=self._record_prefix(round)))
         return receipt(round)
 
-    def _under(self, round: int) -> str:
+    def _record_prefix(self, round: int) -> str:
         return f"{self._prefix}{round}: "
 
 
-def _attempted(message: Message, answer: Callable[[], Message]) -> Message:
+def _reply_or_error(message: Message, answer: Callable[[], Message]) -> Message:
     """Return the answer; an error of the client becomes an error message."""
     try:
         return answer()
@@ -199,7 +203,7 @@ def _attempted(message: Message, answer: Callable[[], Message]) -> Message:
         return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
 
 
-def _begun_alone(client: Client) -> Worker:
+def _prepare_without_server(client: Client) -> Worker:
     model, datasource, algorithm = as_module(client.model), client.datasource, client.algorithm
     if model is None or datasource is None or algorithm is None:
         given = {"model": model, "datasource": datasource, "algorithm": algorithm}
@@ -207,9 +211,9 @@ def _begun_alone(client: Client) -> Worker:
         raise ConfigError(
             f"client_app: a client without a server brings its own {' and '.join(missing)}, or give the server"
         )
-    client.begin(model, datasource, algorithm)
+    client.prepare(model, datasource, algorithm)
     return client
 
 
-def _made(given: T | Callable[[Context], T], context: Context) -> T:
+def _build_or_return(given: T | Callable[[Context], T], context: Context) -> T:
     return given(context) if callable(given) else given

@@ -1,4 +1,4 @@
-"""Clients on the nodes of a Flower federation."""
+"""Flower backend: clients run on the nodes of a Flower federation."""
 
 from __future__ import annotations
 
@@ -91,23 +91,24 @@ class FlowerBackend(Backend):
             raise ConfigError(f"states: expected 'nodes' or 'server', got {states!r}")
         self.grid, self.num_nodes, self.patience, self.states = grid, num_nodes, patience, states
         self._places: dict[int, Place] = {}
-        self._questions: dict[str, int] = {}
-        self._asked: set[int] = set()
-        self._refusals: dict[int, str] = {}
+        self._pending_queries: dict[str, int] = {}
+        self._queried_nodes: set[int] = set()
+        self._node_errors: dict[int, str] = {}
 
     def start(self, worker: Worker) -> None:
         """Wait until enough nodes have reported their clients. The worker is not used, because nodes have their own."""
         deadline = time.monotonic() + self.patience
-        wait = _Wait()
-        while len(self._online()) < self.num_nodes:
-            self._meet()
+        wait = _Backoff()
+        while len(self._online_nodes()) < self.num_nodes:
+            self._query_nodes()
             if time.monotonic() > deadline:
-                raise DovetailError(self._missing())
+                raise DovetailError(self._missing_nodes_message())
             wait()
 
     def run(self, work: Sequence[Work]) -> Iterator[Outcome]:
-        self._meet()
-        online = self._online()
+        self._query_nodes()
+        online = self._online_nodes()
+        # Tasks per node. The time limit of a task is multiplied by its position in the queue of its node.
         queue: Counter[int] = Counter()
         deadlines: dict[str, float] = {}
         waiting: dict[str, Work] = {}
@@ -116,7 +117,7 @@ class FlowerBackend(Backend):
             # A restarted node is a new one; the last one is used.
             node = next((each for each in reversed(online) if online[each].has(task.client_id)), None)
             if node is None:
-                yield _crashed(task, f"it has no node ({self._present()})")
+                yield _crashed(task, f"it has no node ({self._present_nodes_message()})")
                 continue
             queue[node] += 1
             try:
@@ -124,6 +125,7 @@ class FlowerBackend(Backend):
             except DovetailError as error:
                 yield _crashed(task, str(error))
         now = time.monotonic()
+        # All messages are sent in one call, so that Flower transfers the weights once.
         for (each, message), key in zip(sent, self._push([message for _, message in sent]), strict=True):
             if key is None:
                 yield _crashed(each[0], "its node left before the task was sent")
@@ -131,12 +133,13 @@ class FlowerBackend(Backend):
             waiting[key] = each
             # A node runs its tasks in sequence.
             deadlines[key] = now + (message.metadata.ttl if self.timeout is not None else float("inf"))
-        wait = _Wait()
+        wait = _Backoff()
         while waiting:
             for reply in self._pull(waiting):
                 done = waiting.pop(reply.metadata.reply_to_message_id, None)
                 if done is not None:
-                    wait = _Wait()
+                    # Replies arrive in quick succession, so the pause is short again after each one.
+                    wait = _Backoff()
                     yield self._outcome(*done, reply)
             now = time.monotonic()
             for key in [key for key in waiting if deadlines[key] <= now]:
@@ -158,6 +161,8 @@ class FlowerBackend(Backend):
             return _fault(task, reply.error, self.timeout)
         try:
             content = from_records(reply.content)
+            # The reply comes from another machine: a value of a wrong type is a fault of the client, not of the
+            # server.
             update = _update(content["update"], task)
             kept = state if task.kind == "evaluate" else content["state"]
         except (DovetailError, KeyError, TypeError) as error:
@@ -166,43 +171,43 @@ class FlowerBackend(Backend):
 
     # ------------------------------------------------------------------ nodes
 
-    def _meet(self) -> None:
+    def _query_nodes(self) -> None:
         """Query new nodes for their clients, and read the replies."""
-        new = [node for node in self.grid.get_node_ids() if node not in self._asked]
+        new = [node for node in self.grid.get_node_ids() if node not in self._queried_nodes]
         if new:
             questions = [Message(RecordDict(), node, "query", ttl=self.patience) for node in new]
-            self._questions |= {
+            self._pending_queries |= {
                 key: node for key, node in zip(self._push(questions), new, strict=True) if key is not None
             }
-            self._asked |= set(new)
-        for reply in self._pull(self._questions) if self._questions else ():
-            node = self._questions.pop(reply.metadata.reply_to_message_id)
+            self._queried_nodes |= set(new)
+        for reply in self._pull(self._pending_queries) if self._pending_queries else ():
+            node = self._pending_queries.pop(reply.metadata.reply_to_message_id)
             if reply.has_error() and reply.error.code in _AWAY:
                 # If it connects again, it is queried again.
-                self._asked.discard(node)
+                self._queried_nodes.discard(node)
                 continue
             try:
                 if reply.has_error():
-                    raise DataError(reply.error.reason or "it could not say which clients it has")
+                    raise DataError(reply.error.reason or "it could not report its clients")
                 self._places[node] = Place.of(from_records(reply.content))
             except DovetailError as error:
-                self._refusals[node] = str(error)
+                self._node_errors[node] = str(error)
 
-    def _online(self) -> dict[int, Place]:
+    def _online_nodes(self) -> dict[int, Place]:
         present = set(self.grid.get_node_ids())
         return {node: place for node, place in self._places.items() if node in present}
 
-    def _missing(self) -> str:
-        found = len(self._online())
+    def _missing_nodes_message(self) -> str:
+        found = len(self._online_nodes())
         sentence = f"expected {self.num_nodes} nodes in {self.patience:g} seconds, found {found}"
-        if self._questions:
-            sentence += f" and {len(self._questions)} that did not say which clients they have"
-        for reason in dict.fromkeys(self._refusals.values()):
-            sentence += f"; a node said: {reason}"
+        if self._pending_queries:
+            sentence += f" and {len(self._pending_queries)} that did not report their clients"
+        for reason in dict.fromkeys(self._node_errors.values()):
+            sentence += f"; a node reported: {reason}"
         return sentence
 
-    def _present(self) -> str:
-        numbers = sorted(place.partition for place in self._online().values())
+    def _present_nodes_message(self) -> str:
+        numbers = sorted(place.partition for place in self._online_nodes().values())
         return f"there are nodes with partition-id {', '.join(map(str, numbers))}" if numbers else "there are no nodes"
 
     def _push(self, messages: Sequence[Message]) -> list[str | None]:
@@ -223,7 +228,7 @@ def receipt(round: int) -> ClientState:
     return {"round": round}
 
 
-class _Wait:
+class _Backoff:
     """Waits a little longer each time."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A SuperLink and SuperNodes on this machine, for as long as they are needed."""
+"""Local Flower deployment: a SuperLink and SuperNodes on this machine, stopped after use."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _ENVIRONMENT = {
 
 
 class LocalFlower:
-    """Flower's own processes, which only this machine can reach. A context: they end with it.
+    """Context manager that runs Flower's processes on this machine, reachable only from it, and stops them at exit.
 
     Args:
-        folder: Where Flower keeps its files, and what the processes say: `superlink.log`, `supernode-0.log`, `run.log`.
-        num_nodes: How many SuperNodes: their `partition-id` counts from 0, their `num-partitions` is this number.
+        folder: The folder of Flower's files and of the logs: `superlink.log`, `supernode-0.log`, `run.log`.
+        num_nodes: The number of SuperNodes, also their `num-partitions`; their `partition-id` counts from 0.
 
     Attributes:
-        nodes: Their processes.
+        nodes: The processes of the SuperNodes.
 
     Example:
         >>> LocalFlower(Path("flower"), num_nodes=2).num_nodes
@@ -60,20 +60,22 @@ class LocalFlower:
         self._end()
 
     def submit(self, app: Path) -> subprocess.Popen[bytes]:
-        """Run an app, and return the process that follows it: what the app says is in `run.log`."""
+        """Run an app, and return the process that streams its output to `run.log`."""
         return self._begin("run", "flwr", "run", str(app), "here", "--stream")
 
     def check(self) -> None:
         """Raise if the SuperLink has ended.
 
         Raises:
-            DovetailError: With what it said last.
+            DovetailError: The message has the last lines of its log.
         """
         link = self._processes[0]
         if link.poll() is not None:
-            raise DovetailError(f"the SuperLink ended with exit code {link.returncode}: {self.said('superlink')}")
+            raise DovetailError(
+                f"the SuperLink ended with exit code {link.returncode}: {self.last_output('superlink')}"
+            )
 
-    def said(self, name: str) -> str:
+    def last_output(self, name: str) -> str:
         """Return the last lines of a log."""
         return "\n".join((self.folder / f"{name}.log").read_text(errors="replace").splitlines()[-20:])
 
@@ -87,7 +89,7 @@ class LocalFlower:
         connection = f'[superlink]\ndefault = "here"\n\n[superlink.here]\naddress = "{address}"\ninsecure = true\n'
         (self._home / "config.toml").write_text(connection, encoding="utf-8")
         port = address.partition(":")[2]
-        # Whatever an app needs is here already: its processes run in this environment.
+        # Apps run in this Python environment, so Flower must not install their dependencies.
         options = ["--insecure", "--host", _HOST, "--port", port, "--disable-runtime-dependency-installation"]
         self._begin("superlink", "flower-superlink", *options)
         self._wait_for(int(port))
@@ -99,6 +101,7 @@ class LocalFlower:
             )
 
     def _begin(self, name: str, *command: str) -> subprocess.Popen[bytes]:
+        # Flower's commands are beside the interpreter, also if its environment is not activated.
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
         environment = {**os.environ, **_ENVIRONMENT, "FLWR_HOME": str(self._home), "PATH": path}
         with (self.folder / f"{name}.log").open("wb") as log:
@@ -117,17 +120,18 @@ class LocalFlower:
     def _wait_for(self, port: int) -> None:
         deadline = time.monotonic() + _PATIENCE
         while True:
+            # Otherwise a SuperLink that fails at once, for example because the port was taken, would be waited for.
             self.check()
             with suppress(OSError), socket.create_connection((_HOST, port), timeout=1):
                 return
             if time.monotonic() > deadline:
                 raise DovetailError(
-                    f"the SuperLink does not answer after {_PATIENCE:g} seconds: {self.said('superlink')}"
+                    f"the SuperLink does not answer after {_PATIENCE:g} seconds: {self.last_output('superlink')}"
                 )
             time.sleep(0.1)
 
     def _end(self) -> None:
-        # Each is the first of a session, with the processes of its apps. There is nothing that they could save.
+        # Each process leads a session that includes the processes of its apps. They have no state to save.
         for process in reversed(self._processes):
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

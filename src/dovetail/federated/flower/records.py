@@ -1,4 +1,4 @@
-"""Nested tensors and plain values as Flower's records, and back. Nothing is pickled."""
+"""Conversion of nested tensors and plain values to Flower's records and back, without pickle."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dovetail.checkpoint.encoding import decode_text, encode
 from dovetail.checkpoint.tensors import DTYPES
 from dovetail.errors import DataError
 
-# The names of the two records: what is said, and the tensors that it speaks of.
+# The names of the two records: the structure as text, and the tensors that it refers to.
 _TEXT, _TENSORS = "dovetail", "dovetail.tensors"
 # The format of arrays: raw bytes, because numpy's format has no bfloat16.
 _RAW = "torch.raw"
@@ -24,14 +24,14 @@ _RAW = "torch.raw"
 def to_records(content: Mapping[str, Any], *, under: str = "") -> RecordDict:
     """Return content as records.
 
-    Equal tensors are equal records, so Flower carries the weights of a round once, however many nodes get them.
+    Equal tensors become equal records, so Flower transfers the weights of a round once for all nodes.
 
     Args:
         content: Tensors and plain values, nested.
         under: The prefix of the names of the records.
 
     Raises:
-        CheckpointError: Something is neither a tensor nor plain; the message says where and what.
+        CheckpointError: A value is neither a tensor nor plain; the message has its place and type.
 
     Example:
         >>> records = to_records({"weights": {"w": torch.ones(2)}, "seed": 2**70, "cohort": (1, 2)})
@@ -44,11 +44,11 @@ def to_records(content: Mapping[str, Any], *, under: str = "") -> RecordDict:
 
 
 def from_records(records: RecordDict, *, under: str = "") -> dict[str, Any]:
-    """Return what `to_records` was given.
+    """Return the content from which `to_records` made the records.
 
     Raises:
-        DataError: There is no such content, or a tensor cannot be what it says.
-        CheckpointError: The text is none that `to_records` writes.
+        DataError: A record is missing, or a tensor has another size than its type and shape need.
+        CheckpointError: The text was not written by `to_records`.
     """
     try:
         text, arrays = records.config_records[under + _TEXT]["text"], records.array_records[under + _TENSORS]
@@ -70,6 +70,7 @@ def _array(tensor: Tensor) -> Array:
 def _tensor(name: str, array: Array) -> Tensor:
     if array.stype != _RAW or array.dtype not in DTYPES or any(length < 0 for length in array.shape):
         raise DataError(f"{name}: an array of {array.dtype!r} and shape {array.shape}, written as {array.stype!r}")
+    # Before memory is allocated: a short message must not claim a huge tensor.
     if len(array.data) != prod(array.shape) * DTYPES[array.dtype][1]:
         raise DataError(f"{name}: {len(array.data)} bytes do not make a {array.dtype} of shape {array.shape}")
     # In memory of torch, because some kernels round differently with another alignment.

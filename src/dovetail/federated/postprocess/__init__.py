@@ -1,4 +1,4 @@
-"""What happens to an update between a client's training and the server's aggregation."""
+"""Postprocessors of updates: clipping, noise, compression and masks between training and aggregation."""
 
 from __future__ import annotations
 

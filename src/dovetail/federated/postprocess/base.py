@@ -167,6 +167,8 @@ class TensorCodec(Codec):
         packed: dict[str, Tensor] = {}
         for name, value in weights.items():
             has_parts = value.is_floating_point() and value.numel() > 0
+            # Also unchanged tensors get a suffix; otherwise a name of the model with a slash would be cut in
+            # `unpack`.
             parts = self.split(value, generator) if has_parts else {_SAME: value}
             packed.update({f"{name}/{part}": each for part, each in parts.items()})
         return packed

@@ -1,4 +1,4 @@
-"""Chain of postprocessors."""
+"""Chain of postprocessors, applied in order on the client and in reverse order on the server."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ class Chain:
 
     def __init__(self, steps: Iterable[Any] = ()) -> None:
         self.steps = tuple(make(step) for step in steps)
+        # Clipping or noise after a codec would change levels or indices, and not the numbers that they encode.
         encoding: Postprocessor | None = None
         for step in self.steps:
             if encoding is not None and not isinstance(step, Codec):
@@ -79,6 +80,7 @@ class Chain:
         kept = state.get(_KEY, {})
         keeping = {}
         for position, step in enumerate(self.steps):
+            # A copy: the state of the client must stay unchanged if the server does not use this update.
             own = dict(kept.get(str(position), {}))
             update = step.encode(update, Upload(task, derive_seed(task.seed, _KEY, position), own))
             if own:
@@ -99,6 +101,8 @@ class Chain:
                 except _UNREADABLE as error:
                     reason = f"client {update.client_id}: {type(step).__name__} cannot read its update: {error}"
                     faults.append(Fault(update.client_id, update.round, "wrong shape", reason))
+            # Per step, because steps before it in the chain need the combined update: noise is added to a sum of
+            # masked updates.
             updates = step.combine(decoded, gathering)
         return list(updates), faults
 
@@ -139,5 +143,5 @@ class Chain:
         codecs = [step for step in self.steps if isinstance(step, Codec)]
         if len(codecs) < len(self.steps):
             other = next(type(step).__name__ for step in self.steps if not isinstance(step, Codec))
-            raise ConfigError(f"{other} is for updates: what goes down to clients takes codecs only")
+            raise ConfigError(f"{other} processes updates only: inbound_processors accepts codecs only")
         return codecs

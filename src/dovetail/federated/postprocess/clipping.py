@@ -31,6 +31,7 @@ def clip(weights: Weights, max_norm: float) -> tuple[dict[str, Tensor], float]:
         ({'w': tensor([0.6000, 0.8000])}, 5.0)
     """
     length = float(norm(weights))
+    # Without a multiplication, an update within the bound keeps its bits.
     if length <= max_norm:
         return dict(weights), length
     scale = max_norm / length

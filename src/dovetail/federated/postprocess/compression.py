@@ -1,4 +1,4 @@
-"""The same tensors in fewer bytes."""
+"""Lossless compression of updates with zstd."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _HEADER_BYTES = 8
 
 @dataclass(frozen=True)
 class Zstd(Codec):
-    """Compress all tensors into one string of bytes, without loss. It comes last in a chain.
+    """Compresses all tensors into one byte string, without loss. It must be the last step of a chain.
 
     Args:
-        level: From 1, fast, to 22, small.
-        max_bytes: What claims to become larger than this is refused.
+        level: The compression level, from 1 (fast) to 22 (small).
+        max_bytes: The largest accepted size after decompression.
 
     Example:
         >>> codec = Zstd()
@@ -61,6 +61,7 @@ class Zstd(Codec):
         zstandard = require("zstandard", "compression")
         try:
             frame = packed["zstd"].numpy(force=True).tobytes()
+            # A few bytes can claim to decompress to terabytes (memory exhaustion). A frame without a size returns -1.
             size = zstandard.frame_content_size(frame)
             if not 0 <= size <= self.max_bytes:
                 raise DataError(f"expected at most {self.max_bytes} bytes, got {size}")

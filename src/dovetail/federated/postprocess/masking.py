@@ -68,8 +68,10 @@ class PairwiseMasks(Postprocessor):
                 f"pairwise masks hide weights only, but the algorithm sends {', '.join(update.payload)} too"
             )
         _check_names(update.delta, task.weights)
+        # Sorted names, so that all clients have the same number at the same position.
         flat = torch.cat([update.delta[name].flatten().double() for name in sorted(update.delta)])
         exact = torch.round(flat * (update.num_samples * 2.0**self._fraction_bits))
+        # The sum of the whole cohort must not overflow, because the server could not notice it.
         limit = 2.0 ** (self.bits - 1) / len(cohort)
         if not bool((exact.abs() < limit).all()):
             raise DataError(
@@ -98,12 +100,14 @@ class PairwiseMasks(Postprocessor):
             return []
         there = {update.client_id for update in updates}
         total = torch.stack([update.delta["masked"] for update in updates]).sum(dim=0, dtype=_DTYPES[self.bits])
+        # A client that dropped out cannot cancel its half of a mask, so the server subtracts the other halves.
         for gone in set(gathering.cohort) - there:
             for survivor in there:
                 total -= self._mask(gathering.round, survivor, gone, len(total))
         weight = sum(update.num_samples for update in updates)
         flat = total.double() / (2.0**self._fraction_bits * max(weight, 1))
         delta = _unflattened(flat, gathering.weights)
+        # The result is the mean over all clients, so a metric that not all of them report is left out.
         names = set.intersection(*(set(update.metrics) for update in updates))
         metrics = {
             name: sum(update.metrics[name] * update.num_samples for update in updates) / max(weight, 1)
@@ -124,6 +128,7 @@ class PairwiseMasks(Postprocessor):
             return mask
         seed = derive_seed(self.seed, current_round, min(own, other), max(own, other))
         mask.random_(-(2 ** (self.bits - 1)), None, generator=torch.Generator().manual_seed(seed))
+        # In two's complement, the sum of both is 0 also after an overflow.
         return mask if own < other else -mask
 
 

@@ -51,6 +51,7 @@ class PrivacyAccountant:
             sample_rate: The probability with which a client takes part.
             num_rounds: The number of such rounds.
         """
+        # The cost of accounting grows with the number of rows, so equal rounds share one.
         if self._history and self._history[-1][:2] == (noise_multiplier, sample_rate):
             num_rounds += self._history.pop()[2]
         self._history.append((noise_multiplier, sample_rate, num_rounds))
@@ -63,7 +64,7 @@ class PrivacyAccountant:
             return math.inf
         accountant = require("opacus.accountants", "privacy").create_accountant(self.mechanism)
         accountant.history = list(self._history)
-        with _calm():
+        with _ignore_warnings():
             # Small bounds can be negative.
             return max(0.0, float(accountant.get_epsilon(delta=delta)))
 
@@ -90,7 +91,7 @@ def find_noise_multiplier(
     """
     if mechanism not in _MECHANISMS:
         raise UnknownNameError("accountant", str(mechanism), _MECHANISMS)
-    with _calm():
+    with _ignore_warnings():
         found = require("opacus.accountants.utils", "privacy").get_noise_multiplier(
             target_epsilon=epsilon,
             target_delta=delta,
@@ -188,6 +189,7 @@ class GaussianNoise(Postprocessor):
         total = sum(update.num_samples for update in updates)
         if total == 0:
             return mean
+        # One client changes the weighted mean by at most max_norm · max_weight / total, the sensitivity.
         return self._noisy(mean, self.noise_multiplier * self.max_norm * self.max_weight / total, gathering)
 
     def state_dict(self) -> dict[str, Any]:
@@ -216,7 +218,7 @@ class GaussianNoise(Postprocessor):
 
 
 @contextmanager
-def _calm() -> Iterator[None]:
+def _ignore_warnings() -> Iterator[None]:
     """Ignore warnings about orders of the Rényi divergence and about logarithms of 0."""
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.filterwarnings("ignore", message="Optimal order is the")

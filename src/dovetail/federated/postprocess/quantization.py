@@ -16,10 +16,10 @@ from dovetail.federated.postprocess.base import TensorCodec
 
 @dataclass(frozen=True)
 class Quantization(TensorCodec):
-    """Write every tensor as whole numbers between its least and its greatest value.
+    """Encodes every tensor as whole numbers between its smallest and its largest value.
 
     Args:
-        bits: Per number: 8, or 4.
+        bits: The bits per number: 8 or 4.
         stochastic: Round up or down by chance, so that the mean over clients and rounds is right; else to the nearest.
 
     Example:
@@ -47,6 +47,7 @@ class Quantization(TensorCodec):
         parts = {"levels": levels, "range": torch.stack((low, high))}
         if self.bits == 4:
             flat = torch.nn.functional.pad(levels.flatten(), (0, levels.numel() % 2))
+            # Two numbers per byte, the first one in the lower half.
             parts["levels"] = flat[::2] | flat[1::2] << 4
             parts["shape"] = torch.tensor(tensor.shape, dtype=torch.int64)
         return parts
@@ -70,13 +71,13 @@ class Quantization(TensorCodec):
 
 @dataclass(frozen=True)
 class QSGD(TensorCodec):
-    """Write every number as a share of its tensor's norm, rounded up or down by chance (Alistarh et al., 2017).
+    """Encodes every number as a share of its tensor's norm, rounded at random (Alistarh et al., 2017).
 
     The mean over many roundings is the tensor itself. Most numbers of a large tensor become 0, which a `Zstd` after it
     makes small.
 
     Args:
-        levels: Into how many steps the norm is divided, at most 127.
+        levels: The number s of steps into which the norm is divided, at most 127.
 
     Example:
         >>> codec = QSGD(levels=4)
@@ -95,6 +96,7 @@ class QSGD(TensorCodec):
     def split(self, tensor: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         exact = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
         norm = torch.linalg.vector_norm(exact)
+        # Q_s(v_i) = ‖v‖ · sgn(v_i) · ξ_i, where ξ_i is |v_i| s / ‖v‖ rounded at random, divided by s.
         shares = torch.where(norm != 0, exact.abs() * (self.levels / norm), 0.0)
         levels = _rounded(shares, generator).clamp(max=self.levels) * exact.sign()
         # A tensor without elements has the type, and no bytes.
@@ -106,7 +108,7 @@ class QSGD(TensorCodec):
 
 @dataclass(frozen=True)
 class Bfloat16(TensorCodec):
-    """Write every number in 16 bits; plato's `model_quantize`.
+    """Encodes every number in 16 bits; plato's `model_quantize`.
 
     Example:
         >>> codec = Bfloat16()
@@ -126,5 +128,6 @@ def _rounded(exact: Tensor, generator: torch.Generator | None) -> Tensor:
     """Round to the nearest number, or at random with a generator."""
     if generator is None:
         return exact.round()
+    # floor(x + u) with u uniform in [0, 1) rounds up with the probability of x's fraction, so its mean is x.
     dice = torch.rand(exact.shape, generator=generator, dtype=exact.dtype)
     return (exact + dice.to(exact.device)).floor()

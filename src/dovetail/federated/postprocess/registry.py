@@ -1,4 +1,4 @@
-"""Postprocessors by name."""
+"""Registry of postprocessors by name."""
 
 from __future__ import annotations
 

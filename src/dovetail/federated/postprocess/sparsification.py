@@ -16,7 +16,7 @@ from dovetail.federated.postprocess.base import TensorCodec, Upload
 
 @dataclass(frozen=True)
 class TopK(TensorCodec):
-    """Send the largest numbers of every tensor and where they are; all others count as 0.
+    """Sends the largest numbers of every tensor with their positions; all others count as 0.
 
     Args:
         ratio: The share of a tensor's numbers that is sent, at least one.
@@ -47,6 +47,7 @@ class TopK(TensorCodec):
         wanted = {name: value + left[name] if name in left else value for name, value in update.delta.items()}
         packed = self.pack(wanted, upload.generator())
         sent = self.unpack(packed)
+        # The part of the update that the server does not receive.
         upload.state["left"] = {name: value - sent[name] for name, value in wanted.items() if value.is_floating_point()}
         return update.with_delta(packed)
 

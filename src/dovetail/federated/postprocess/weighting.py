@@ -1,4 +1,4 @@
-"""Weights of updates in the mean."""
+"""Weighting of updates: the weight of each client in the mean."""
 
 from __future__ import annotations
 

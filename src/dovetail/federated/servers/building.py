@@ -14,7 +14,7 @@ from dovetail.federated.clients.private_training import PrivateClientTrainer
 from dovetail.federated.clients.simple import Client
 from dovetail.federated.config import FederatedConfig, TrainerConfig
 from dovetail.federated.servers.fedavg import Server
-from dovetail.federated.specs import prepared
+from dovetail.federated.specs import make_builder
 from dovetail.registry import Registry
 from dovetail.trainers.registry import trainers
 from dovetail.trainers.strategies import (
@@ -63,6 +63,7 @@ def _private(config: TrainerConfig, epsilon: float) -> Callable[..., Any]:
     if config.type not in ("basic", "composable"):
         raise ConfigError(f"trainer.dp_epsilon: expected trainer.type basic or composable, got {config.type!r}")
     norm = 1.0 if config.dp_max_grad_norm is None else config.dp_max_grad_norm
+    # This is always a `ComposableTrainer`: without the check above, a trainer of another type would be replaced.
     return partial(PrivateClientTrainer, epsilon, config.dp_delta, norm)
 
 
@@ -70,6 +71,6 @@ def _model(config: FederatedConfig) -> Callable[[], nn.Module] | None:
     kind, arguments = config.trainer.model_type, dict(config.parameters.model)
     if kind is None:
         if arguments:
-            raise ConfigError("parameters.model: give trainer.model_type, too: whose parameters are these?")
+            raise ConfigError("parameters.model: it has no effect without trainer.model_type: give both")
         return None
-    return prepared(models, {kind: arguments})
+    return make_builder(models, {kind: arguments})

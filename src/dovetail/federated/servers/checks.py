@@ -59,6 +59,7 @@ def idle_settings(config: FederatedConfig, backend: Backend) -> dict[str, str]:
         {'server.staleness_bound': 'needs synchronous: false'}
     """
     server, clients = config.server, config.clients
+    # Each entry: the reason for the user, whether it applies now, and the settings that it makes idle.
     groups = {
         "needs synchronous: false": (
             server.synchronous,
@@ -95,6 +96,7 @@ def idle_settings(config: FederatedConfig, backend: Backend) -> dict[str, str]:
         name: reason
         for reason, (is_idle, names) in groups.items()
         for name in names
+        # A default value is not a choice of the user, so it is not reported.
         if is_idle and attrgetter(name)(config) != attrgetter(name)(default)
     }
 
@@ -108,8 +110,10 @@ def check_algorithm(algorithm: Algorithm, outbound: Chain) -> None:
     name = algorithm.title
     if algorithm.needs_each_update and outbound.needs_cohort:
         raise ConfigError(f"algorithm: {name} needs every update, but masks show the server only their sum")
+    # The noise is scaled to the sensitivity of a mean. Any other function of single updates would not have that
+    # guarantee.
     if algorithm.needs_each_update and outbound.needs_plain_mean:
-        raise ConfigError(f"algorithm: {name} makes more of updates than their mean, which is all that noise protects")
+        raise ConfigError(f"algorithm: {name} uses updates for more than their mean, but noise protects only the mean")
 
 
 def check_epochs(epochs: int | None) -> None:
@@ -129,6 +133,7 @@ def check_model(name: str, model: nn.Module, datasource: Datasource) -> None:
     """
     # A loader without a seed would draw from the global random number generators.
     batch = next(iter(as_loader(datasource.train_data(1), batch_size=2, seed=0)), None)
+    # Two samples are enough to compare shapes. A copy is called in `eval` mode, so that batch norm counts nothing.
     inputs = split_batch(batch)[0]
     if not isinstance(inputs, Tensor):
         return
@@ -136,6 +141,7 @@ def check_model(name: str, model: nn.Module, datasource: Datasource) -> None:
         with torch.inference_mode():
             copy.deepcopy(model).eval()(inputs)
     except (RuntimeError, TypeError, IndexError) as error:
+        # Torch may append a stack of C++ calls.
         reason = str(error).partition("\n")[0]
         raise ConfigError(
             f"trainer.model_type: {name} does not take samples of shape {tuple(inputs.shape[1:])}, the shape of "

@@ -1,4 +1,4 @@
-"""What every federated algorithm must do, as tests for your own."""
+"""Contract tests for federated algorithms: subclass them to test your own."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _ROUNDS = 3
 class AlgorithmContract:
     """Tests of an `Algorithm`, in federations of four unequal clients.
 
-    Subclass it in a test file at the top level, and say how yours is made. Nothing here imports pytest.
+    Subclass it at the top level of a test file, and define `make`. Nothing here imports pytest.
 
     Attributes:
-        vectorizes: Whether clients can train as one fleet; else the backend `vectorized` says why not, and ends with
-            the same.
+        vectorizes: True if clients can train as one fleet. If False, the backend `vectorized` must warn with the
+            reason, and end with the same weights.
 
     Example:
         >>> from dovetail.federated.algorithms import FedProx
@@ -51,9 +51,11 @@ class AlgorithmContract:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "__test__" not in vars(cls):
+            # pytest collects only classes that define `make`, and skips an abstract base that a user derives from
+            # this class.
             cls.__test__ = cls.make is not AlgorithmContract.make
 
-    # ------------------------------------------------------------------ what a subclass says
+    # ------------------------------------------------------------------ methods for a subclass
 
     def make(self) -> Algorithm:
         """Return a new algorithm, every time with the same settings."""
@@ -61,48 +63,49 @@ class AlgorithmContract:
 
     def make_model(self) -> nn.Module:
         """Return a model for 6 numbers and 3 classes, in float64."""
+        # In float64, the different summation order of a fleet stays below the tolerance of `_assert_close`.
         return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
 
     def make_trainer(self, **options: Any) -> ComposableTrainer:
         """Return the trainer of clients."""
-        wishes = {
+        defaults = {
             "optimizer_strategy": SGDOptimizerStrategy(lr=0.05, momentum=0.5),
             "data_loader_strategy": ShuffleDataLoaderStrategy(),
             "num_epochs": 2,
             "batch_size": 4,
             "verbose": False,
         }
-        return ComposableTrainer(**{**wishes, **options})
+        return ComposableTrainer(**{**defaults, **options})
 
     # ------------------------------------------------------------------ tests
 
     def test_is_an_algorithm(self) -> None:
-        """`make` returns a new algorithm, and what it shows names its class."""
+        """`make` returns a new algorithm each time, and its `repr` starts with the name of its class."""
         one, other = self.make(), self.make()
         assert isinstance(one, Algorithm), f"make() returned {one!r}, which is no Algorithm"
         assert one is not other, "make() returned the same object twice"
-        assert repr(one).startswith(type(one).__name__), f"{one!r} does not say what it is"
+        assert repr(one).startswith(type(one).__name__), f"the repr {one!r} lacks the class name"
 
     def test_a_federation_ends_with_finite_weights_that_have_moved(self) -> None:
         """Three rounds move the model."""
         server = self._run()
         assert all(value.isfinite().all() for value in server.weights.values()), "a weight is not finite"
         first = server._initial_model.state_dict()
-        assert any((server.weights[name] != value).any() for name, value in first.items()), "nothing has moved"
+        assert any((server.weights[name] != value).any() for name, value in first.items()), "no weight has changed"
         assert not any(record.faults for record in server.records), f"clients failed: {server.records[-1].faults}"
 
     def test_the_same_seed_gives_the_same_bits(self) -> None:
-        """Two federations of one seed agree, and an algorithm object that was used before is as good as a new one."""
+        """Two federations with one seed agree, also if they use the same algorithm object."""
         algorithm = self.make()
         expected = _outcome(self._run(algorithm))
         _assert_same(_outcome(self._run(algorithm)), expected, "the second run of one object")
 
     def test_processes_end_where_one_does(self) -> None:
-        """All that a client keeps is in its state: whichever process worked for it, the bits are the same."""
+        """Clients in two processes give the same bits, so a client keeps everything in its state."""
         _assert_same(_outcome(self._run(backend="process", num_workers=2)), _outcome(self._run()), "in processes")
 
     def test_a_fleet_ends_where_clients_alone_do(self) -> None:
-        """Clients that train as one model with a leading dimension end as those that train one after the other."""
+        """Clients that train together under `vmap` end with the weights of clients that train one after the other."""
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             fleet = self._run(backend="vectorized")
@@ -111,7 +114,7 @@ class AlgorithmContract:
         _assert_close(_outcome(fleet), _outcome(self._run()), "as a fleet")
 
     def test_a_server_that_is_killed_goes_on_with_the_same_bits(self) -> None:
-        """A new server behind the checkpoint of any round ends as the uninterrupted one."""
+        """A new server that resumes from the checkpoint of any round ends with the bits of an uninterrupted one."""
         expected = _outcome(self._run())
         for last in range(1, _ROUNDS):
             with TemporaryDirectory() as folder:
@@ -120,7 +123,8 @@ class AlgorithmContract:
                 except _LeftError:
                     pass
                 else:
-                    raise AssertionError(f"the server did not leave after round {last}")
+                    raise AssertionError(f"the server did not stop after round {last}")
+                # A new algorithm and a new server: everything that they need must come from the checkpoint.
                 resumed = self._run(checkpoint_path=folder)
                 _assert_same(_outcome(resumed), expected, f"resumed after round {last}")
 
@@ -132,7 +136,7 @@ class AlgorithmContract:
         assert all(math.isfinite(each["loss"]) for each in found.values()), f"a loss is not finite: {found}"
 
     def test_clients_can_train_for_themselves_after_the_last_round(self) -> None:
-        """The personalisation round leaves the global model as it is."""
+        """Personalization does not change the global model."""
         server = self._run()
         before = copy.deepcopy(dict(server.weights))
         found = server.personalize(epochs=2)
@@ -141,7 +145,7 @@ class AlgorithmContract:
         _assert_same(dict(server.weights), before, "the global model")
 
     def test_what_it_sends_is_never_changed(self) -> None:
-        """No client changes what the server's half holds."""
+        """Evaluation and personalization change no tensor that the algorithm sends to clients."""
         server = self._run(rounds=1)
         sent = server.algorithm.payload(1)
         before = copy.deepcopy(dict(sent))
@@ -150,7 +154,7 @@ class AlgorithmContract:
         _assert_same(dict(sent), before, "what the server sends")
 
     def test_its_strategies_train_in_a_trainer_of_their_own(self) -> None:
-        """Without a federation, the client's half trains, and resumes in mid-run bit for bit."""
+        """The strategies of the algorithm train in a plain trainer, and resume from any checkpoint bit for bit."""
         with TemporaryDirectory() as folder:
             whole = self._alone(checkpoint_dir=folder, save_every=0, save_hist=False)
             whole.fit(_Unequal().train_data(1), checkpoint_period=Batches(3))
@@ -166,9 +170,9 @@ class AlgorithmContract:
 
     def _run(self, algorithm: Algorithm | None = None, callbacks: Any = (), **settings: Any) -> Server:
         trainer = self.make_trainer()
-        wishes = {"rounds": _ROUNDS, "per_round": 3, "total_clients": len(_SIZES), "seed": 2, **settings}
+        defaults = {"rounds": _ROUNDS, "per_round": 3, "total_clients": len(_SIZES), "seed": 2, **settings}
         server = Server(
-            self.make_model, _Unequal(), algorithm or self.make(), trainer=trainer, callbacks=callbacks, **wishes
+            self.make_model, _Unequal(), algorithm or self.make(), trainer=trainer, callbacks=callbacks, **defaults
         )
         server.run(Client(trainer=trainer))
         return server
@@ -178,7 +182,8 @@ class AlgorithmContract:
         model = self.make_model()
         trainer = self.make_trainer(model=model, seed=1, **options)
         algorithm = self.make()
-        algorithm.begin(model, 1)
+        # The steps of a client before its first task, without server and backend.
+        algorithm.prepare(model, 1)
         equip(trainer, **algorithm.equip(trainer.strategies))
         return trainer
 
@@ -202,11 +207,12 @@ def _drawn(seed: int, size: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, 3, (size,), generator=generator)
     noise = torch.randn(size, 6, generator=generator, dtype=torch.float64)
+    # Each label moves one of the first three inputs, so the task can be learned; each client has another offset.
     return noise + 2 * torch.eye(3, 6, dtype=torch.float64)[labels] + 0.2 * (seed % 100), labels
 
 
 class _LeftError(Exception):
-    """A server is gone."""
+    """Raised by `_Leave`, in place of a crash of the server."""
 
 
 class _Leave(ServerCallback):
@@ -216,6 +222,7 @@ class _Leave(ServerCallback):
         self.last = last
 
     def on_weights_aggregated(self, server: Any, updates: Any) -> None:
+        # The round is aggregated but not recorded, so the resumed server must repeat all of it.
         if server.current_round == self.last + 1:
             raise _LeftError
 

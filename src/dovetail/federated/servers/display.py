@@ -28,7 +28,7 @@ class RoundDisplay(ServerCallback):
         >>> display = RoundDisplay(Console(width=100, force_terminal=False))
         >>> server = fedavg.Server(rounds=1, total_clients=2, per_round=2, callbacks=[display])
         >>> _ = server.run()  # doctest: +ELLIPSIS
-        round 1/1  2 of 2 clients  accuracy ...
+        round 1/1  2 clients  accuracy ...
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -58,22 +58,25 @@ class RoundDisplay(ServerCallback):
             self._bar.update(self._task, doing=f"clients {some}")
 
     def on_clients_processed(self, server: Any) -> None:
-        assert self._console is not None
-        line = _line(server.records[-1], server.config, server.backend.name)
-        self._console.print(line, soft_wrap=True, markup=False)
+        self._print(_line(server.records, server.config, server.backend.name))
         if self._bar is not None:
             self._bar.update(self._task, completed=server.current_round)
 
     def on_clients_personalized(self, server: Any) -> None:
-        assert self._console is not None
         found = server.personalized
-        words = [f"{counted(len(found.metrics), 'client')} for themselves"]
+        words = [f"personalized models of {counted(len(found.metrics), 'client')}"]
         for name in ("accuracy", "loss"):
             if any(name in each for each in found.metrics.values()):
                 spread = found.spread(name)
                 words += [f"{name} {spread.mean:.4f}", f"worst tenth {spread.worst:.4f}"]
         words += [fault.sentence for fault in found.faults]
-        self._console.print("  ".join(words), soft_wrap=True, markup=False)
+        self._print("  ".join(words))
+
+    def _print(self, line: str) -> None:
+        """Print a line: a terminal breaks it between words, and a file has it as a whole."""
+        assert self._console is not None
+        # `markup=False`: the reason of a fault may contain brackets, which rich would read as style.
+        self._console.print(line, soft_wrap=not self._console.is_terminal, markup=False)
 
     def on_server_will_close(self, server: Any) -> None:
         """Stop the progress bar, and print the backend that ran if another one was requested."""
@@ -83,25 +86,27 @@ class RoundDisplay(ServerCallback):
         elsewhere = ran_elsewhere(server.records, server.backend.name)
         if elsewhere and self._console is not None:
             ran_on = ", ".join(dict.fromkeys(record.backend for record in elsewhere))
-            self._console.print(
+            self._print(
                 f"backend: {ran_on} in {len(elsewhere)} of {counted(len(server.records), 'round')}, although "
-                f"{server.backend.name} was requested",
-                soft_wrap=True,
-                markup=False,
+                f"{server.backend.name} was requested"
             )
 
 
-def _line(record: RoundRecord, config: FederatedConfig, backend: str) -> str:
+def _line(records: Sequence[RoundRecord], config: FederatedConfig, backend: str) -> str:
+    record, before = records[-1], records[-2].elapsed_time if len(records) > 1 else 0.0
     # An asynchronous round also receives answers to tasks of earlier rounds.
     asked = len(record.selected) if config.server.synchronous else len(record.reported) + len(record.faults)
     kind = "edge server" if config.algorithm.cross_silo else "client"
     last = config.trainer.rounds
     # Padded, so that the lines of a run align.
-    words = [f"round {record.round:>{len(str(last))}}/{last}", f"{len(record.reported)} of {counted(asked, kind)}"]
+    words = [f"round {record.round:>{len(str(last))}}/{last}"]
+    missing = f"{len(record.reported)} of " if len(record.reported) != asked else ""
+    words.append(f"{missing}{counted(asked, kind)}")
     words += [f"{_LABELS[name]} {record.metrics[name]:.4f}" for name in _LABELS if name in record.metrics]
     if record.staleness:
         words.append(f"staleness up to {record.staleness}")
-    words.append(f"{record.elapsed_time:.2f}s")
+    # The time of this round, as the lines of epochs have the time of their epoch.
+    words.append(f"{record.elapsed_time - before:.2f}s")
     if ran_elsewhere([record], backend):
         words.append(f"on {record.backend}, not {backend}")
     words += [fault.sentence for fault in record.faults]

@@ -71,14 +71,19 @@ class Silos:
         Each reason names the kind of the client, because the ids of edge servers and clients overlap.
         """
         found = list(own)
-        told: list[Fault] = []
+        # Faults of clients are kept apart from `found`, because only faults of edge servers get the suffix below.
+        client_faults: list[Fault] = []
         for update in updates:
             try:
-                told += [_of_client(plain, update.client_id) for plain in update.payload.get(_FAULTS, ())]
+                client_faults += [_client_fault(plain, update.client_id) for plain in update.payload.get(_FAULTS, ())]
             except (LookupError, TypeError, ValueError):
-                reason = "what it says of its clients cannot be read"
+                # The payload comes from another process or machine, so a wrong form is a fault of its sender, not an
+                # error.
+                reason = "its list of faults cannot be read"
                 found.append(Fault(update.client_id, update.round, "wrong shape", reason))
-        return [replace(fault, reason=f"{fault.reason} (edge server {fault.client_id})") for fault in found] + told
+        return [
+            replace(fault, reason=f"{fault.reason} (edge server {fault.client_id})") for fault in found
+        ] + client_faults
 
 
 class Edge:
@@ -111,6 +116,8 @@ class Edge:
         # An evaluation belongs to the rounds that are complete; any other task starts new rounds.
         rounds = task.round if task.kind == "evaluate" else task.round - 1
         done = rounds * self._silos.config.algorithm.local_rounds
+        # The records are left empty: the server below counts on from `done`, and reports only the rounds of this
+        # task.
         server.load_state_dict(
             {**present, **state, "round": done, "weights": {**present["weights"], **task.weights}, "records": []}
         )
@@ -120,14 +127,18 @@ class Edge:
             names = sorted({name for each in found.metrics.values() for name in each})
             metrics = {name: found.mean(name) for name in names}
             num_samples = sum(found.num_samples.values())
-            answer = Update(task.client_id, task.round, num_samples, payload=_told(found.faults), metrics=metrics)
+            answer = Update(
+                task.client_id, task.round, num_samples, payload=_fault_payload(found.faults), metrics=metrics
+            )
             if task.kind == "evaluate":
                 return answer, state
             after = server.state_dict()
             return answer, {name: after[name] for name in _KEPT}
+        # Train: `rounds` of the configuration in `_server` is such that exactly `local_rounds` rounds are left.
         records = server.run()
         after = server.state_dict()
         last = records[-1]
+        # The server above reads these as metrics of a client: a loss while training, an accuracy after it.
         names_above = {"train_loss": "loss", "accuracy": "test_accuracy"}
         metrics = {above: last.metrics[name] for name, above in names_above.items() if name in last.metrics}
         if self._silos.config.server.simulate_wall_time:
@@ -137,7 +148,7 @@ class Edge:
             task.round,
             num_samples=sum(self._datasource.num_samples(client_id) for client_id in last.reported),
             delta={name: after["weights"][name] - value for name, value in task.weights.items()},
-            payload=_told([fault for record in records for fault in record.faults]),
+            payload=_fault_payload([fault for record in records for fault in record.faults]),
             metrics=metrics,
         )
         return update, {name: after[name] for name in _KEPT}
@@ -146,6 +157,7 @@ class Edge:
         from dovetail.federated.servers.fedavg import Server
 
         config, silo = self._silos.config, task.client_id
+        # All edge servers share one `Silos`; without copies, the state of one silo would be seen by the next.
         selection = copy.deepcopy(self._silos.selection)
         if silo > 1:
             # Otherwise all edge servers would select the same positions of their lists of clients.
@@ -157,6 +169,7 @@ class Edge:
             callbacks=(),
             selection=selection,
             config=config.with_settings(
+                # The backend of the server above runs edge servers in parallel, and its `min_clients` counts these.
                 server=replace(config.server, do_test=False, backend="sequential", min_clients=1),
                 per_round=len(_part(range(config.clients.per_round), silo, len(self._silos.ids))),
                 outbound_processors=copy.deepcopy(config.clients.outbound_processors),
@@ -177,12 +190,12 @@ class Edge:
         return server
 
 
-def _told(faults: Sequence[Fault]) -> dict[str, Any]:
+def _fault_payload(faults: Sequence[Fault]) -> dict[str, Any]:
     """Return the payload with the faults of clients; empty if there are none."""
     return {_FAULTS: [asdict(fault) for fault in faults]} if faults else {}
 
 
-def _of_client(plain: Mapping[str, Any], silo: int) -> Fault:
+def _client_fault(plain: Mapping[str, Any], silo: int) -> Fault:
     reason = f"{plain['reason']} (a client of edge server {silo})"
     return Fault(int(plain["client_id"]), int(plain["round"]), plain["kind"], reason)
 

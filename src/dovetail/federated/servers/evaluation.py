@@ -42,6 +42,7 @@ def collect_metrics(
                 server.states.put(outcome.update.client_id, outcome.state)
     if server.silos is not None:
         faults = server.silos.faults(faults, answers.values())
+    # If at least one client answered, faults are part of the result.
     if not answers:
         raise_if_all_failed(server.current_round, faults)
     # A client without test data returns no metrics.

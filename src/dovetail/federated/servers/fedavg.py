@@ -16,7 +16,7 @@ from dovetail.errors import ConfigError
 from dovetail.federated.algorithms import Algorithm
 from dovetail.federated.averaging import Average
 from dovetail.federated.backends import Backend, Worker
-from dovetail.federated.clients.simple import Client, judged
+from dovetail.federated.clients.simple import Client, metrics_of_trainer
 from dovetail.federated.clients.weights import load_weights
 from dovetail.federated.clock import Clock
 from dovetail.federated.config import FederatedConfig
@@ -34,7 +34,7 @@ from dovetail.federated.servers.tasks import TaskKind, training_config
 from dovetail.federated.states import ClientStates
 from dovetail.overrides import defines, reject_lost_overrides
 from dovetail.runtime.seeds import derive_seed
-from dovetail.runtime.signals import listening
+from dovetail.runtime.signals import install_handlers_once
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.randomness import rng_state, seed_everything, set_rng_state
 
@@ -42,7 +42,7 @@ __all__ = ["Server"]
 
 # The number of clients whose samples are averaged for `mean_samples`.
 _NUM_SAMPLED_CLIENTS = 100
-_NOT_PREPARED = "the server knows no model and no data yet: call `run` or `prepare` first"
+_NOT_PREPARED = "the server has no model and no data yet: call `run` or `prepare` first"
 
 
 class Server:
@@ -91,6 +91,7 @@ class Server:
         postprocessors: Iterable[Any] | None = None,
         **settings: Any,
     ) -> None:
+        # The settings, checked once, and the objects that they name. Attributes after these are the state of a run.
         given = read_settings(
             config,
             settings,
@@ -125,6 +126,7 @@ class Server:
         self._given_model, self._given_trainer = model, trainer
         self._trainer: Trainer | None = None
         self._worker: Worker | None = None
+        # True between start and close of the backend, so that `personalize` inside of `run` uses the same workers.
         self._backend_is_started = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -232,7 +234,8 @@ class Server:
         if idle := idle_settings(self.config, self.backend):
             reasons = "; ".join(f"{name}: {reason}" for name, reason in idle.items())
             warnings.warn(f"settings without effect: {reasons}", UserWarning, stacklevel=2)
-        with _preserved_rng(), listening():
+        # Signal handlers are installed once for all clients: once per client would take longer than a small batch.
+        with _preserved_rng(), install_handlers_once():
             if client is not None or self._worker is None:
                 self.prepare(client or Client())
             try:
@@ -243,15 +246,19 @@ class Server:
                     if self.config.algorithm.personalization and self.personalized is None:
                         self.personalize()
             finally:
+                # After an error, or without a test in the last round, the model still has the weights of an earlier
+                # round.
                 load_weights(self.model, self.weights)
                 notify(self, "on_server_will_close")
         return self.records
 
     def prepare(self, client: Client) -> None:
         """Build what the first round needs, and resume from the newest checkpoint; `run` calls it if needed."""
+        # The user's client stays unchanged, and can be given to another server.
         client = copy.copy(client)
         if client._given_trainer is None:
             client._given_trainer = self._given_trainer
+        # Only the first call resumes: with another client, a prepared server continues from its own rounds.
         if self._trainer is None:
             self._build_model(client)
             resume_server(self)
@@ -264,7 +271,7 @@ class Server:
         if data is None:
             return {}
         load_weights(self.model, self.weights)
-        return judged(trainer, data)
+        return metrics_of_trainer(trainer, data)
 
     def evaluate_clients(self, ids: Iterable[int] | None = None) -> ClientsEvaluation:
         """Let clients test the global model, with their own layers if they have some, on their own test data.
@@ -289,6 +296,7 @@ class Server:
         """
         epochs = self.config.algorithm.personalization.get("epochs") if epochs is None else epochs
         check_epochs(epochs)
+        # `personalizes` compares this number with the round of the task, so that strategies train for the client alone.
         config = {**training_config(self.config), "rounds": self.current_round}
         if epochs is not None:
             config["epochs"] = epochs
@@ -298,6 +306,8 @@ class Server:
             with _preserved_rng(), self._started_backend():
                 found = collect_metrics(self, ids, config, "personalize")
         except BaseException:
+            # Otherwise only some clients would have a personalized state, and a repeated call would train those
+            # twice.
             self.states.rollback()
             raise
         finally:
@@ -320,7 +330,7 @@ class Server:
         """
         restore_server(self, state)
 
-    # ------------------------------------------------------------------ steps that the server of plato has in its way
+    # ------------------------------------------------------------------ steps that `compat.plato` overrides
 
     def _payload_for(self, client_id: int, kind: TaskKind) -> Mapping[str, Any]:
         """Return what a client receives besides the weights."""
@@ -344,6 +354,7 @@ class Server:
         """Build the initial model, and the trainer that tests the global model."""
         if self.datasource is None:
             self.datasource = client.datasource if client.datasource is not None else build_datasource(self.config)
+        # The initial weights depend on the seed of the federation alone, not on what the caller drew before.
         seed_everything(derive_seed(self.config.server.random_seed, "model"))
         trainer, model = build_trainer(self._given_model, self._given_trainer, client, self.datasource)
         if self.config.trainer.model_type is not None:

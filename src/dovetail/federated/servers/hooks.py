@@ -65,6 +65,7 @@ def call_choose_clients(server: Server, count: int, busy: Collection[int]) -> li
         ConfigError: The override returned a client twice, or one that cannot be selected.
     """
     if not defines(server, "choose_clients"):
+        # The selection receives the range itself: a list of a million ids is built only for an override.
         return server.selection.select(server.current_round, server.pool, count, busy)
     pool = [client_id for client_id in server.pool if client_id not in busy]
     # An override may draw from the generators of Python or numpy. A repeated run must draw the same numbers.
@@ -92,6 +93,7 @@ def call_weights_received(server: Server, updates: list[Update]) -> list[Update]
             f"{'None' if returned is None else len(returned)}: return them"
         )
     return [
+        # plato's hook receives whole weights; differences are what the aggregation needs.
         update.with_delta({name: value - update.sent[name] for name, value in weights.items()})
         for update, weights in zip(updates, returned, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""Keys of plato's files that are spelled otherwise here, and keys that have no counterpart."""
+"""Translation of plato's configuration files: keys with other names here, and keys without a counterpart."""
 
 from __future__ import annotations
 
@@ -117,6 +117,7 @@ def translate(config: dict[str, Any]) -> tuple[list[str], list[str]]:
     _personalization(sections, lost)
     _algorithm(config, sections, chosen)
     _selection(config, sections, chosen)
+    # After `_algorithm` and `_selection`, which may replace the section `server` of `config`.
     _processors(config, sections, lost)
     _columns(sections, lost)
     if "test_partition_size" in (data := sections.get("data", {})) and "testset_sampler" not in data:
@@ -126,10 +127,11 @@ def translate(config: dict[str, Any]) -> tuple[list[str], list[str]]:
 
 
 def _model(sections: Mapping[str, dict[str, Any]]) -> None:
-    """Without a `model_type`, plato chooses the model by `model_name`, up to its first underscore."""
+    """Choose the model as plato does without a `model_type`: by `model_name`, up to its first underscore."""
     trainer = sections.get("trainer", {})
     name = trainer.get("model_name")
     arguments = sections.get("parameters", {}).get("model")
+    # The models of this library call this argument `classes`.
     if isinstance(arguments, dict) and "num_classes" in arguments:
         arguments["classes"] = arguments.pop("num_classes")
     if trainer.get("model_type") is not None or not isinstance(name, str):
@@ -167,8 +169,9 @@ def _personalization(sections: Mapping[str, dict[str, Any]], lost: list[str]) ->
 
 
 def _algorithm(config: dict[str, Any], sections: Mapping[str, dict[str, Any]], chosen: list[str]) -> None:
-    """Let the keys of one algorithm choose it, if the file says no more than FedAvg."""
+    """Choose an algorithm by the keys that only it has, if the file names none or FedAvg."""
     algorithm, clients, server = (sections.get(name, {}) for name in ("algorithm", "clients", "server"))
+    # A file that names another algorithm is taken literally.
     if algorithm.get("type", "fedavg") != "fedavg":
         return
     for name, keys in _BY_THEIR_KEYS.items():
@@ -191,7 +194,7 @@ def _algorithm(config: dict[str, Any], sections: Mapping[str, dict[str, Any]], c
 
 
 def _selection(config: dict[str, Any], sections: Mapping[str, dict[str, Any]], chosen: list[str]) -> None:
-    """Let the keys of Oort and of AFL choose these, if the file names no selection."""
+    """Choose the selection Oort or AFL by its keys, if the file names no selection."""
     server, algorithm = sections.get("server", {}), sections.get("algorithm", {})
     if "selection" in server:
         return

@@ -77,10 +77,12 @@ def read_federated(
         config = copy.deepcopy(source if isinstance(source, Config) else dict(source))
     else:
         config = _load(os.fspath(source))
+    # Phase 1: the file, with the overrides of the command line on top of it.
     given: dict[tuple[str | int, ...], str] = {}
     misset = [problem for setting in overrides for problem in override(config, setting, given)]
     problems = Problems(config, given)
     problems.extend(misset)
+    # Phase 2: each section, its keys and its values. Every mistake is collected.
     ignored: list[str] = []
     lost, chosen = translate(config)
     sections = {name: _section(config, name, keys, problems, ignored, lost) for name, keys in SECTIONS.items()}
@@ -90,14 +92,16 @@ def read_federated(
         elif name not in SECTIONS:
             problems.extend([unknown_key(name, [*SECTIONS, "general"])])
     _check_names(sections, problems, lost)
+    # Phase 3: objects are built only from valid values, otherwise one mistake would be reported twice.
     if not len(problems):
         _check_pieces(config, sections, problems)
     problems.raise_any()
+    # Phase 4: one warning per kind of key that has no effect, or has another effect than its name suggests.
     where = f"{path}: " if path is not None else ""
     for message, names in (
-        ("keys that mean nothing here are ignored: ", ignored),
+        ("keys without an effect here are ignored: ", ignored),
         ("keys of plato that are not supported have no effect: ", lost),
-        ("as plato's program for this file: ", chosen),
+        ("as in plato's program for this file: ", chosen),
     ):
         if names:
             warnings.warn(f"{where}{message}{', '.join(names)}", UserWarning, stacklevel=2)
@@ -105,7 +109,7 @@ def read_federated(
     if trainer["model_name"] is not None and trainer["model_type"] is None:
         unknown = UnknownNameError("model", trainer["model_name"], models.names())
         warnings.warn(
-            f"{where}trainer.model_name: only a label here, with which the default model trains: {unknown}; give "
+            f"{where}trainer.model_name: it is only a label, and the default model is trained: {unknown}; give "
             "model_type for another model",
             UserWarning,
             stacklevel=2,
@@ -137,6 +141,7 @@ def _section(
     found: list[Problem] = []
     skipped = [key for key in section if key in IGNORED_KEYS.get(name, ())]
     ignored += [f"{name}.{key}" for key in skipped]
+    # In a section with free options, `_check_names` decides which of them are only plato's.
     if "options" not in keys:
         foreign = [key for key in section if key not in keys and key in NOT_SUPPORTED.get(name, ())]
         lost += [f"{name}.{key}" for key in foreign]
@@ -273,6 +278,7 @@ def _check_data(config: Mapping[str, Any], section: Mapping[str, Any], problems:
 
 def _distribution(value: Any) -> dict[str, Any]:
     try:
+        # A partition of one sample is enough to find mistakes, before any data are loaded.
         shrunk(Partition.from_lists([[0]]), found := mapping(value))
     except ConfigError as error:
         raise Refused(str(error)) from error

@@ -75,6 +75,7 @@ class WriteResults(ServerCallback):
         writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
+        # A reader, such as a plot that is refreshed, never sees half a table.
         unfinished = self.folder / f"{name}.tmp"
         unfinished.write_text(text.getvalue(), encoding="utf-8")
         unfinished.replace(self.folder / name)
@@ -146,6 +147,7 @@ def rows_of(records: Sequence[RoundRecord], types: Sequence[str] | None = None) 
             raise UnknownNameError("column of results.types", name, [*known, *more])
     chosen = types or known
     return [
+        # A metric of the user with the same name takes precedence over the computed column.
         {name: more[name][row] if name in more and name not in metrics else _cell(record, name) for name in chosen}
         for row, record in enumerate(records)
     ]
@@ -175,6 +177,7 @@ def _cell(record: RoundRecord, name: str) -> Any:
 def plot_rounds(records: Sequence[RoundRecord], path: str | os.PathLike[str]) -> None:
     """Draw accuracy and losses over the rounds into a PNG file."""
     require("matplotlib", "plot")
+    # A `Figure` without pyplot needs no display and adds nothing to pyplot's list of open figures.
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 

@@ -92,6 +92,7 @@ def run_round(server: Server) -> None:
         evaluate_round(server, round)
         record_round(server, round)
     except BaseException:
+        # A recorded round has been saved too; only its callbacks failed, so it must not be repeated.
         if len(server.records) == num_records:
             roll_back(server, before)
         raise
@@ -122,6 +123,7 @@ def select_clients(server: Server, round: Round) -> None:
 def make_tasks(server: Server, round: Round) -> None:
     """Make one task for each selected client."""
     weights, config = packed_weights(server), training_config(server.config)
+    # Each client adds one mask per other client of the round, so it needs their ids.
     if server.outbound.needs_cohort:
         config["cohort"] = list(round.selected)
     round.tasks = [make_task(server, client_id, weights, config) for client_id in round.selected]
@@ -134,6 +136,7 @@ def run_clients(server: Server, round: Round) -> None:
     if not round.tasks:
         return
     weights = round.tasks[0].weights
+    # A lossy codec changes what clients receive. Differences are relative to that, not to the server's weights.
     sent = server.inbound.unpack(weights) if len(server.inbound) else weights
     for position, task in enumerate(round.tasks):
         if (answer := answers.get(task.client_id)) is not None:
@@ -161,9 +164,11 @@ def decode_updates(server: Server, round: Round) -> None:
         num_clients=len(server.client_ids),
         seed=derive_seed(server.config.server.random_seed, "aggregation", round.number),
     )
+    # Staleness: the number of rounds since the client received its weights; 0 in synchronous rounds.
     timed = [replace(it.update, staleness=round.number - it.update.round) for it in round.answers]
     decoded, faults = server.outbound.decode(timed, round.gathering)
     for update in decoded:
+        # Shapes and finite values first: the check of an algorithm may compute with the tensors.
         fault = check_update(update, update.sent)
         if fault is None and update.num_samples:
             fault = server.algorithm.check(update)
@@ -174,11 +179,13 @@ def decode_updates(server: Server, round: Round) -> None:
     if round.updates:
         invalid = {fault.client_id for fault in faults}
         round.used = [it for it in round.answers if it.update.client_id not in invalid]
+    # Neither weights nor client states change then, as if these clients had not been selected.
     if len(round.used) < server.config.server.min_clients:
         round.used = []
     round.faults += faults
     if server.silos is not None:
         round.faults = server.silos.faults(round.faults, [it.update for it in round.answers])
+    # While answers are on their way, a round without updates is normal; otherwise all later rounds would fail too.
     if not round.updates and not server.clock.busy():
         raise_if_all_failed(round.number, round.faults)
 
@@ -208,6 +215,7 @@ def update_server(server: Server, round: Round) -> None:
     if round.weights is not None:
         server.weights = round.weights
     for answer in round.used:
+        # Only now, because the state of a client whose update was rejected must stay at its last accepted task.
         server.states.put(answer.update.client_id, answer.state)
     if round.used:
         seconds = {arrival.client_id: arrival.seconds for arrival in round.arrivals}
@@ -288,6 +296,7 @@ def _run_tasks(server: Server, round: Round) -> tuple[dict[int, Done], list[Faul
 
 def _arrival(server: Server, task: Task, position: int, answer: Done) -> Arrival:
     """Return an answer with the time at which it arrives; a fault if it takes longer than the simulated timeout."""
+    # Answers that arrive at the same time are sorted by round first, and by position in the round second.
     settings, order = server.config.server, task.round * 2**32 + position
     if not settings.simulates_time:
         return Arrival(server.clock.now, order, 0.0, answer)
@@ -295,6 +304,7 @@ def _arrival(server: Server, task: Task, position: int, answer: Done) -> Arrival
     seconds, limit = _simulated_seconds(server, task, answer.update), settings.timeout
     if limit is not None and seconds > limit:
         reason = f"client {task.client_id} takes {seconds:g} simulated seconds, and the server waits for {limit:g}"
+        # The server waits until the limit before it gives the client up, so the fault arrives at that time.
         outcome, seconds = Fault(task.client_id, task.round, "timed out", reason), limit
     return Arrival(server.clock.now + seconds, order, seconds, outcome)
 

@@ -40,6 +40,7 @@ def restore_server(server: Server, state: Mapping[str, Any]) -> None:
     """
     _check_state(server, state)
     _restore_round_state(server, state)
+    # After the checks: the stored states of later rounds are deleted here, which cannot be undone.
     server.states.load_state_dict(state["clients"])
     server.records = [RoundRecord.from_plain(plain) for plain in state["records"]]
 
@@ -78,6 +79,7 @@ def resume_server(server: Server) -> None:
         server.states = StoredClientStates(Path(folder, _STATES), _NUM_CHECKPOINTS)
     newest = None if settings.checkpoint_path is None else store.load_latest(settings.checkpoint_path)
     if newest is None:
+        # The file may hold states of an earlier run whose checkpoints were deleted.
         server.states.clear()
     else:
         server.load_state_dict(newest[1])

@@ -92,6 +92,7 @@ def _keys(section: str) -> dict[str, Key]:
     default, checks = KINDS[section](), _CHECKS.get(section, {})
     return {
         each.name: Key(
+            # A field of another type raises a KeyError here, at import: the author of the field must choose a check.
             checks.get(each.name) or _BY_TYPE[str(each.type).removesuffix(" | None")],
             default=getattr(default, each.name),
         )

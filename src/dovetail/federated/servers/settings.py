@@ -94,6 +94,7 @@ def read_settings(
         outbound=Chain(config.clients.outbound_processors),
         speeds=Speeds(config.clients, server),
     )
+    # Before edge servers replace the chain and the algorithm: the contradictions would occur at the clients below.
     check_settings(config, settings.outbound)
     check_algorithm(settings.algorithm, settings.outbound)
     return _with_edge_servers(settings) if config.algorithm.cross_silo else settings
@@ -130,6 +131,7 @@ def _build_backend(config: FederatedConfig) -> Backend:
 
 def _copied(algorithm: Any) -> Algorithm | None:
     """Return a copy of the algorithm, because its state belongs to one federation."""
+    # A class is called without arguments; a factory with arguments must be called by the user.
     given = algorithm() if isinstance(algorithm, type) else algorithm
     if given is not None and not isinstance(given, Algorithm):
         raise ConfigError(f"algorithm: expected a name or an Algorithm (class or instance), got {algorithm!r}")

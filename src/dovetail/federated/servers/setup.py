@@ -46,6 +46,7 @@ def build_trainer(model: _Model, trainer: _Trainer, client: Client, data: Any) -
     trainers = [it for it in (trainer, client._given_trainer, own) if isinstance(it, Trainer)]
     given = _first_module(model, client.model, *(it.context.model for it in trainers))
     initial = copy.deepcopy(data.default_model() if given is None else given)
+    # Two copies: the trainer's model gets new weights in every evaluation, while clients need the initial one.
     own.model = copy.deepcopy(initial)
     return own, initial
 
@@ -64,7 +65,7 @@ def start_worker(server: Server, client: Client, model: nn.Module) -> Worker:
             )
         return server.silos.edge(client, model, server.datasource)
     clients = server.config.clients
-    client.begin(
+    client.prepare(
         model,
         server.datasource,
         server.algorithm,
@@ -72,15 +73,15 @@ def start_worker(server: Server, client: Client, model: nn.Module) -> Worker:
         inbound=server.inbound,
         outbound=server.outbound,
     )
-    unread = [name for name in client.unread if getattr(server.config.trainer, name) is not None]
+    unread = [name for name in client.unread_settings if getattr(server.config.trainer, name) is not None]
     if unread:
         warnings.warn(
             f"settings without effect: trainer.{', trainer.'.join(unread)}: the client's trainer does not read it",
             UserWarning,
             stacklevel=2,
         )
-    # After `client.begin`, which counts all clients of the data; an edge server has only some of them.
-    server.algorithm.begin(model, len(server.client_ids))
+    # After `client.prepare`, which counts all clients of the data; an edge server has only some of them.
+    server.algorithm.prepare(model, len(server.client_ids))
     return client
 
 

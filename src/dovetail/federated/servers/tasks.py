@@ -26,6 +26,7 @@ def make_task(
     them once.
     """
     payload: dict[str, Any] = {}
+    # A client reads the response only before it trains.
     if kind != "evaluate" and defines(server, "customize_server_response"):
         response = {"id": client_id, "current_round": server.current_round}
         payload[SERVER_RESPONSE] = server.customize_server_response(response, client_id)
@@ -43,7 +44,7 @@ def make_task(
 
 def shared_weights(server: Server) -> Weights:
     """Return the global weights without those that stay with clients."""
-    return {name: value for name, value in server.weights.items() if not server.algorithm.stays(name)}
+    return {name: value for name, value in server.weights.items() if not server.algorithm.is_local(name)}
 
 
 def packed_weights(server: Server) -> Weights:
@@ -70,5 +71,6 @@ def training_config(config: FederatedConfig) -> dict[str, Any]:
     if config.algorithm.options:
         settings["algorithm"] = dict(config.algorithm.options)
     if trainer.global_lr_scheduler:
+        # The schedule of a client covers all rounds, so its length is needed in each of them.
         settings |= {"global_lr_scheduler": True, "rounds": trainer.rounds}
     return settings

@@ -27,18 +27,18 @@ _ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
-class Parcel:
+class PackedMessage:
     """Content to be sent.
 
     Attributes:
         content: The pickled content without the bulk.
-        bulk: The memory of tensors and arrays, each once, in the order that `opened` needs.
+        bulk: The memory of tensors and arrays, each once, in the order that `unpack` needs.
 
     Example:
-        >>> parcel = packed({"w": torch.ones(3), "same": 1})
-        >>> [part.nbytes for part in parcel.bulk]
+        >>> message = pack({"w": torch.ones(3), "same": 1})
+        >>> [part.nbytes for part in message.bulk]
         [12]
-        >>> opened(parcel.content, map(copied, parcel.bulk))
+        >>> unpack(message.content, map(copy_aligned, message.bulk))
         {'w': tensor([1., 1., 1.]), 'same': 1}
     """
 
@@ -46,7 +46,7 @@ class Parcel:
     bulk: list[memoryview]
 
 
-def packed(content: Any, known: Mapping[int, int] | None = None) -> Parcel:
+def pack(content: Any, known: Mapping[int, int] | None = None) -> PackedMessage:
     """Pickle anything, also functions and classes of a script; the bulk is not copied.
 
     Objects whose `id` is in `known` are replaced by their number, because the receiver has them.
@@ -54,26 +54,26 @@ def packed(content: Any, known: Mapping[int, int] | None = None) -> Parcel:
     bulk: list[memoryview] = []
     file = io.BytesIO()
     # A callback that returns nothing, as `append` does, keeps the bulk out of the pickle.
-    pickler = (_Pickler if known is None else _BriefPickler)(
+    pickler = (_Pickler if known is None else _ReferencePickler)(
         file, protocol=5, buffer_callback=lambda part: bulk.append(part.raw())
     )
     pickler.known = known
     pickler.dump(content)
-    return Parcel(file.getvalue(), bulk)
+    return PackedMessage(file.getvalue(), bulk)
 
 
-def opened(content: bytes, bulk: Iterable[Any], known: Sequence[Any] = ()) -> Any:
-    """Return the content of a parcel that a process of this program has packed.
+def unpack(content: bytes, bulk: Iterable[Any], known: Sequence[Any] = ()) -> Any:
+    """Return the content of a message that a process of this program has packed.
 
-    Its tensors use the memory of `bulk`, which is the bulk of the parcel or copies. `known` are the objects that the
-    parcel has as numbers only.
+    Its tensors use the memory of `bulk`, which is the bulk of the message or copies. `known` are the objects that the
+    message has as numbers only.
     """
     unpickler: Any = pickle.Unpickler(io.BytesIO(content), buffers=bulk)  # noqa: S301 - our own process's, no file
     unpickler.persistent_load = known.__getitem__
     return unpickler.load()
 
 
-def copied(part: Any) -> memoryview:
+def copy_aligned(part: Any) -> memoryview:
     """Return a copy of memory with the alignment of torch."""
     target = _memory(torch.empty(memoryview(part).nbytes, dtype=torch.uint8))
     target[:] = part
@@ -95,7 +95,7 @@ class Block:
     """
 
     def __init__(self, descriptor: int | None = None) -> None:
-        self.descriptor = _nameless() if descriptor is None else descriptor
+        self.descriptor = _create_anonymous_file() if descriptor is None else descriptor
         # Also closed if an error prevents `close`.
         self._closing = weakref.finalize(self, os.close, self.descriptor)
         self._end = 0
@@ -109,6 +109,7 @@ class Block:
     def append(self, part: memoryview) -> Place:
         """Append memory, and return its position."""
         start, done = self._end, 0
+        # A write may be partial, for example above 2 GB on Linux.
         while done < part.nbytes:
             done += os.pwrite(self.descriptor, part[done:], start + done)
         self._end = start + -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
@@ -128,7 +129,7 @@ class Block:
         whole = self.read((start, end - start))
         return [whole[first - start : first - start + length] for first, length in places]
 
-    def mapped(self) -> memoryview:
+    def map_private(self) -> memoryview:
         """Return the whole block without copying it; changes are visible in this process only."""
         size = os.fstat(self.descriptor).st_size
         return memoryview(mmap.mmap(self.descriptor, size, flags=mmap.MAP_PRIVATE) if size else b"")
@@ -159,6 +160,7 @@ class Mailbox:
     """
 
     def __init__(self, descriptors: Sequence[int] | None = None) -> None:
+        # Two blocks in turn: the sender writes the next message while the receiver still reads the last one.
         self._blocks = deque(map(Block, (None, None) if descriptors is None else descriptors))
 
     @property
@@ -196,6 +198,7 @@ NOTE_SIZE = _NOTE.size
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
     def reducer_override(self, piece: Any) -> Any:
         if type(piece) is Tensor and _is_plain(piece):
+            # By storage, so that views of one storage still share it after the transfer.
             place = piece.dtype, piece.storage_offset(), tuple(piece.shape), piece.stride()
             return _tensor, (piece.untyped_storage(), *place)
         if type(piece) is torch.UntypedStorage and piece.device.type == "cpu":
@@ -203,7 +206,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         return super().reducer_override(piece)
 
 
-class _BriefPickler(_Pickler):
+class _ReferencePickler(_Pickler):
     known: Mapping[int, int]
 
     def persistent_id(self, piece: Any) -> int | None:
@@ -236,7 +239,7 @@ def _memory(tensor: Tensor) -> memoryview:
     return memoryview(array)
 
 
-def _nameless() -> int:
+def _create_anonymous_file() -> int:
     if sys.platform == "linux":
         return os.memfd_create("dovetail")
     else:  # noqa: RET505 - so that the checker of types sees that this is for other systems
