@@ -73,7 +73,7 @@ def project(tmp_path: Path) -> Project:
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    """A project with experiment 1, whose four trials are completed. Tests only look at it."""
+    """A project with experiment 1, whose four trials are completed. Tests only read it."""
     from dovetail.search.runner import Runner
     from dovetail.search.schema import read_experiment
     from dovetail.search.store import Store

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from dovetail.checkpoint import list_checkpoints, save
 
@@ -46,7 +47,7 @@ def _damage(path: Path) -> None:
         file.write(b"\xff")
 
 
-def test_the_version_is_that_of_the_package(run: Any) -> None:
+def test_the_version_option_prints_the_package_version(run: Any) -> None:
     assert run("--version") == (0, f"dovetail {metadata.version('dovetail')}\n", "")
 
 
@@ -61,7 +62,7 @@ def test_the_package_runs_as_a_module(runs: Path) -> None:
     assert finished.stdout.startswith(f"{runs / 'step-0'}: intact")
 
 
-def test_a_mistake_is_one_sentence_and_exit_code_one(run: Any, tmp_path: Path) -> None:
+def test_a_mistake_prints_one_sentence_and_exits_with_1(run: Any, tmp_path: Path) -> None:
     path = tmp_path / "nowhere"
     sentence = f"dovetail: {path}: no checkpoint there: the path does not exist\n"
     assert run("checkpoint", "verify", path) == (1, "", sentence)
@@ -101,6 +102,25 @@ def test_list_shows_checkpoints_in_order(run: Any, runs: Path) -> None:
     assert [line.split()[1] for line in out.splitlines() if "step-" in line] == ["step-0", "step-1", "step-2"]
 
 
+def test_list_has_one_line_per_checkpoint_in_80_columns(
+    runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dovetail.cli import checkpoint
+
+    metrics = {"train_loss": 1.30461, "train_lr": 0.01, "valid_accuracy": 0.87037, "valid_loss": 0.0933331}
+    save(runs / "ck_epoch_10_iter_190", {}, summary={"step": 190, "metrics": metrics})
+    monkeypatch.setattr(checkpoint, "console", lambda: Console(width=80))
+    checkpoint._print_table(list_checkpoints(runs)[-1:])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[3].startswith("│ ck_epoch_10_iter_190 │  190 │         0.8704 │    0.09333 │ ")
+    assert max(map(len, lines)) <= 80
+    assert lines[-1] == "not shown in 80 columns: train_loss, train_lr, created; --json prints everything"
+
+
+def test_list_of_an_empty_directory_is_a_sentence(run: Any, tmp_path: Path) -> None:
+    assert run("checkpoint", "list", tmp_path) == (0, f"there are no checkpoints in {tmp_path}\n", "")
+
+
 def test_list_prints_json(run: Any, runs: Path) -> None:
     (runs / "step-1" / "manifest.json").unlink()
     _, out, _ = run("checkpoint", "list", runs, "--json")
@@ -115,7 +135,7 @@ def test_list_names_damaged_checkpoints(run: Any, runs: Path) -> None:
     assert (code, err) == (0, f"damaged: {runs}/step-1/manifest.json: the file is missing\n")
 
 
-def test_a_directory_that_does_not_exist_is_a_mistake(run: Any, tmp_path: Path) -> None:
+def test_a_missing_directory_is_a_usage_error(run: Any, tmp_path: Path) -> None:
     code, _, err = run("checkpoint", "list", tmp_path / "none")
     assert (code, err) == (1, f"dovetail: {tmp_path}/none: there is no such directory\n")
 
@@ -126,23 +146,23 @@ def test_prune_keeps_the_last_and_the_best(run: Any, runs: Path) -> None:
     assert [info.step for info in list_checkpoints(runs)] == [1, 2]
 
 
-def test_prune_may_prefer_the_largest(run: Any, runs: Path) -> None:
+def test_prune_may_keep_the_largest_metric(run: Any, runs: Path) -> None:
     run("checkpoint", "prune", runs, "--keep-best", 1, "--metric", "loss", "--mode", "max")
     assert [info.step for info in list_checkpoints(runs)] == [2]
 
 
-def test_a_dry_run_only_says_what_it_would_do(run: Any, runs: Path) -> None:
+def test_a_dry_run_of_prune_only_prints(run: Any, runs: Path) -> None:
     _, out, _ = run("checkpoint", "prune", runs, "--keep-last", 2, "--dry-run")
     assert out == f"would remove {runs / 'step-0'}\n2 kept, 1 to remove\n"
     assert len(list_checkpoints(runs)) == 3
 
 
-def test_prune_without_a_rule_is_a_mistake(run: Any, runs: Path) -> None:
+def test_prune_without_a_rule_is_a_usage_error(run: Any, runs: Path) -> None:
     code, _, err = run("checkpoint", "prune", runs)
     assert (code, err) == (1, "dovetail: retention: expected at least one of last, best and every\n")
 
 
-def test_prune_leaves_damaged_checkpoints_and_names_them(run: Any, runs: Path) -> None:
+def test_prune_keeps_damaged_checkpoints_and_names_them(run: Any, runs: Path) -> None:
     (runs / "step-0" / "manifest.json").unlink()
     code, out, err = run("checkpoint", "prune", runs, "--keep-last", 1)
     assert (code, out) == (0, f"removed {runs / 'step-1'}\n1 kept, 1 removed\n")
@@ -150,16 +170,14 @@ def test_prune_leaves_damaged_checkpoints_and_names_them(run: Any, runs: Path) -
     assert (runs / "step-0").exists()
 
 
-def test_a_misspelled_metric_removes_nothing(run: Any, runs: Path) -> None:
+def test_prune_with_a_misspelled_metric_removes_nothing(run: Any, runs: Path) -> None:
     code, _, err = run("checkpoint", "prune", runs, "--keep-best", 1, "--metric", "lose")
     assert (code, err) == (1, "dovetail: unknown metric 'lose': did you mean 'loss'? (known: loss)\n")
     assert len(list_checkpoints(runs)) == 3
 
 
 @pytest.mark.parametrize("options", [("--mode", "max"), ("--metric", "loss")])
-def test_an_option_without_the_one_that_it_is_about_is_a_mistake(
-    run: Any, runs: Path, options: tuple[str, str]
-) -> None:
+def test_an_option_without_its_required_option_is_a_usage_error(run: Any, runs: Path, options: tuple[str, str]) -> None:
     code, _, err = run("checkpoint", "prune", runs, "--keep-last", 1, *options)
     assert code == 1
     assert f"{options[0].removeprefix('--')}: {options[1]!r} has no effect without" in err

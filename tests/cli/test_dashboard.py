@@ -28,7 +28,7 @@ def server(finished: Any) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def test_it_serves_the_experiments_on_the_loopback_until_it_is_asked_to_leave(server: subprocess.Popen[str]) -> None:
+def test_the_dashboard_serves_experiments_on_loopback_until_stopped(server: subprocess.Popen[str]) -> None:
     assert server.stdout is not None
     label, _, address = server.stdout.readline().strip().partition(": ")
     assert label == "experiments"
@@ -54,7 +54,7 @@ def test_it_serves_the_experiments_on_the_loopback_until_it_is_asked_to_leave(se
     assert (server.returncode, err) == (0, "")
 
 
-def test_a_port_that_is_taken_is_a_sentence(run: Any, finished: Any) -> None:
+def test_a_port_in_use_prints_one_sentence(run: Any, finished: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         code, out, err = run("dashboard", "--port", port, "--home", finished.home)
@@ -62,14 +62,14 @@ def test_a_port_that_is_taken_is_a_sentence(run: Any, finished: Any) -> None:
     assert err == f"dovetail: port {port}: Address already in use: choose another --port, or 0 for any\n"
 
 
-def test_without_experiments_it_says_so(run: Any, tmp_path: Path) -> None:
+def test_the_dashboard_without_experiments_prints_a_message(run: Any, tmp_path: Path) -> None:
     code, _, err = run("dashboard", "--home", tmp_path / "none")
     assert code == 1
     assert "there are no experiments" in err
 
 
 @pytest.mark.slow
-def test_tensorboard_is_started_too(finished: Any) -> None:
+def test_the_dashboard_also_starts_tensorboard(finished: Any) -> None:
     pytest.importorskip("tensorboard")
     command = [sys.executable, "-m", "dovetail", "dashboard", "--port", "0", "--tensorboard"]
     command += ["--home", str(finished.home)]

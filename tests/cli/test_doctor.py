@@ -32,7 +32,7 @@ from dovetail.cli.doctor import checkup, table
 from dovetail.cli.probe import PROBES
 
 ROOT = Path(__file__).parent.parent.parent
-NOBODY_HAS = "a-package-that-nobody-has"
+UNKNOWN_PACKAGE = "a-package-that-does-not-exist"
 FOUND = {"version": TESTED_TORCH, "threads": 1, "cuda": [], "mps": False, "built_for": ""}
 
 
@@ -72,7 +72,7 @@ def pyproject_extras() -> dict[str, list[str]]:
     return {name: re.findall(r'"([^"]+)"', content) for name, content in listed}
 
 
-def test_every_extra_has_a_purpose_but_those_that_join_others() -> None:
+def test_every_extra_except_joined_ones_has_a_purpose() -> None:
     assert set(PURPOSES) == set(pyproject_extras()) - {"bench", "demo", "dev", "docs"}
 
 
@@ -80,7 +80,7 @@ def test_the_tested_torch_is_the_pinned_one() -> None:
     assert f"\ntorch=={TESTED_TORCH}\n" in (ROOT / "constraints.txt").read_text(encoding="utf-8")
 
 
-def test_every_bound_of_the_requirements_is_understood() -> None:
+def test_every_version_bound_of_the_requirements_is_parsed() -> None:
     wanted = [Requirement.parse(text) for texts in pyproject_extras().values() for text in texts]
     bounds = ",".join([*(each.bounds for each in wanted), *(each.bounds for each in read_requirements())])
     assert set(re.findall(r"[<>=!~]+", bounds)) == {">=", "<", "=="}
@@ -113,62 +113,62 @@ def test_a_version_is_compared_by_its_numbers(
     assert Requirement("thing", bounds).lack() == lack
 
 
-def test_this_python_will_do() -> None:
+def test_the_current_python_version_is_accepted() -> None:
     assert check_python().status == "ok"
 
 
 def test_a_missing_extra_is_a_note_with_its_command() -> None:
-    checks = {check.name: check for check in check_extras([Requirement(NOBODY_HAS, ">=1", "flower")])}
+    checks = {check.name: check for check in check_extras([Requirement(UNKNOWN_PACKAGE, ">=1", "flower")])}
     assert checks["flower"] == Check(
         "extras",
         "flower",
         "note",
-        f"{NOBODY_HAS} is missing (for federations on Flower nodes)",
+        f"{UNKNOWN_PACKAGE} is missing (for federations on Flower nodes)",
         "pip install 'dovetail[flower]'",
     )
 
 
-def test_an_extra_that_is_too_old_is_not_there() -> None:
+def test_an_outdated_extra_counts_as_missing() -> None:
     (check, *_) = check_extras([Requirement("pytest", ">=999", "plot")])
     assert (check.status, check.remedy) == ("note", "pip install 'dovetail[plot]'")
 
 
-def test_an_extra_that_names_another_needs_its_packages() -> None:
+def test_an_extra_that_includes_another_requires_its_packages() -> None:
     requirements = [
         Requirement("dovetail", extra="dashboard", extras=("search",)),
         Requirement("pytest", extra="dashboard"),
-        Requirement(NOBODY_HAS, extra="search"),
+        Requirement(UNKNOWN_PACKAGE, extra="search"),
     ]
     checks = {check.name: check for check in check_extras(requirements)}
-    assert checks["dashboard"].found == f"{NOBODY_HAS} is missing (for dovetail dashboard)"
+    assert checks["dashboard"].found == f"{UNKNOWN_PACKAGE} is missing (for dovetail dashboard)"
 
 
-def test_extras_that_the_installation_does_not_know_are_one_note() -> None:
+def test_extras_unknown_to_the_installation_are_one_note() -> None:
     *_, check = check_extras([Requirement("pytest", extra=extra) for extra in PURPOSES if extra not in ("ray", "s3")])
     assert (check.status, check.found.rpartition("lacks ")[2]) == ("note", "ray, s3")
 
 
 def test_a_missing_package_is_a_problem_with_its_command() -> None:
     there, missing = check_packages(
-        [Requirement("pytest"), Requirement(NOBODY_HAS, ">=1"), Requirement("x", "", "plot")]
+        [Requirement("pytest"), Requirement(UNKNOWN_PACKAGE, ">=1"), Requirement("x", "", "plot")]
     )
     assert there.status == "ok"
-    assert (missing.status, missing.remedy) == ("problem", f"pip install '{NOBODY_HAS}>=1'")
+    assert (missing.status, missing.remedy) == ("problem", f"pip install '{UNKNOWN_PACKAGE}>=1'")
 
 
 # ------------------------------------------------------------------ torch
 
 
 def by_name(**answers: Any) -> dict[str, Check]:
-    told = {"torch": {"found": FOUND}, "gloo": {"found": 3.0}, "compiler": {"found": "g++"}, **answers}
-    return {check.name: check for check in check_torch(told)}
+    reported = {"torch": {"found": FOUND}, "gloo": {"found": 3.0}, "compiler": {"found": "g++"}, **answers}
+    return {check.name: check for check in check_torch(reported)}
 
 
-def test_two_members_of_a_group_meet() -> None:
+def test_two_processes_of_a_group_can_connect() -> None:
     assert PROBES["gloo"]() == 3.0
 
 
-def test_a_network_that_is_not_there_is_what_gloo_fails_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_network_is_named_when_gloo_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     with pytest.raises(RuntimeError) as raised:
         PROBES["gloo"]()
@@ -193,7 +193,7 @@ def test_graphics_cards_are_named() -> None:
 
 
 @pytest.mark.slow
-def test_what_does_not_work_has_its_command(tmp_path: Path) -> None:
+def test_a_failed_check_has_its_command(tmp_path: Path) -> None:
     environment = {**os.environ, "PATH": str(tmp_path), "GLOO_SOCKET_IFNAME": "nowhere0"}
     command = [sys.executable, "-m", "dovetail", "doctor", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
@@ -205,7 +205,9 @@ def test_what_does_not_work_has_its_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_healthy_machine_has_no_problem_and_keeps_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_healthy_machine_has_no_problem_and_no_leftover_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     checks = checkup(tmp_path / "runs", tmp_path / "home")
     assert [check for check in checks if check.status == "problem"] == []
@@ -216,13 +218,13 @@ def test_a_healthy_machine_has_no_problem_and_keeps_no_trace(tmp_path: Path, mon
 # ------------------------------------------------------------------ files
 
 
-def test_a_folder_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
+def test_a_checked_folder_is_left_unchanged(tmp_path: Path) -> None:
     (tmp_path / "mine").touch()
     assert check_folder(tmp_path).status == "ok"
     assert files_below(tmp_path) == {"mine"}
 
 
-def test_a_folder_that_is_not_there_yet_is_not_made(tmp_path: Path) -> None:
+def test_a_missing_folder_is_not_created_by_the_check(tmp_path: Path) -> None:
     check = check_folder(tmp_path / "runs" / "digits")
     assert (check.status, check.found.partition(": ")[0]) == ("ok", str(tmp_path))
     assert files_below(tmp_path) == set()
@@ -235,7 +237,7 @@ def test_a_folder_that_cannot_be_written_is_a_problem(unwritable: Path) -> None:
     assert check.remedy
 
 
-def test_a_file_is_no_folder(tmp_path: Path) -> None:
+def test_a_file_in_place_of_a_folder_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert check_folder(tmp_path / "file").found.endswith("/file: Not a directory")
 
@@ -243,12 +245,14 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("little", "too_little", "status"), [(0, 0, "ok"), (1 << 60, 0, "note"), (1 << 60, 1 << 60, "problem")]
 )
-def test_free_space_is_compared_with_what_runs_need(little: int, too_little: int, status: str, tmp_path: Path) -> None:
+def test_free_space_is_compared_with_the_needs_of_a_run(
+    little: int, too_little: int, status: str, tmp_path: Path
+) -> None:
     assert check_disk("disk", tmp_path, little=little, too_little=too_little).status == status
 
 
 @pytest.mark.parametrize(("limit", "status"), [(1024, "ok"), (512, "note")])
-def test_few_open_files_are_a_note(limit: int, status: str) -> None:
+def test_a_low_limit_of_open_files_is_a_note(limit: int, status: str) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
     try:
@@ -257,19 +261,19 @@ def test_few_open_files_are_a_note(limit: int, status: str) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_a_system_without_a_limit_of_shared_memory_is_not_asked(tmp_path: Path) -> None:
+def test_a_system_without_a_shared_memory_limit_is_not_checked(tmp_path: Path) -> None:
     assert check_shared_memory(tmp_path / "shm") == []
 
 
 # ------------------------------------------------------------------ the store
 
 
-def test_a_store_that_is_not_there_can_be_made_and_is_not(tmp_path: Path) -> None:
+def test_a_missing_store_is_checked_without_creating_it(tmp_path: Path) -> None:
     assert check_store(tmp_path / "home").found == f"none yet; {tmp_path / 'home' / 'store.db'} can be created"
     assert files_below(tmp_path) == set()
 
 
-def test_a_store_is_opened_and_left_as_it_was(tmp_path: Path) -> None:
+def test_a_checked_store_is_left_unchanged(tmp_path: Path) -> None:
     pytest.importorskip("optuna", reason="the extra 'search' is not installed")
     from dovetail.search.store import Store
 
@@ -279,20 +283,18 @@ def test_a_store_is_opened_and_left_as_it_was(tmp_path: Path) -> None:
     assert ((tmp_path / "store.db").read_bytes(), files_below(tmp_path)) == before
 
 
-def test_a_url_of_a_file_makes_no_file(tmp_path: Path) -> None:
+def test_checking_a_url_of_a_file_creates_no_file(tmp_path: Path) -> None:
     assert check_store(url=f"sqlite:///{tmp_path / 'other.db'}").status == "ok"
     assert files_below(tmp_path) == set()
 
 
-def test_a_store_that_is_no_database_is_a_problem(tmp_path: Path) -> None:
+def test_a_store_that_is_not_a_database_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "store.db").write_text("This is a letter, and not a database." * 100)
     check = check_store(tmp_path)
     assert (check.status, check.found.rpartition(": ")[2]) == ("problem", "file is not a database")
 
 
-def test_a_store_that_somebody_else_writes_to_for_long_is_a_problem(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_locked_by_another_process_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dovetail.cli.checkup.store._CONNECT_SECONDS", 0)
     with sqlite3.connect(tmp_path / "store.db") as database:
         database.executescript("CREATE TABLE studies (id); BEGIN IMMEDIATE")
@@ -301,14 +303,14 @@ def test_a_store_that_somebody_else_writes_to_for_long_is_a_problem(
 
 
 @pytest.mark.parametrize("module", ["psutil", "yaml"])
-def test_a_package_that_every_run_needs_is_missing_and_the_rest_is_looked_at(module: str) -> None:
+def test_a_store_check_without_its_package_is_a_problem(module: str) -> None:
     code = f"import sys; sys.modules[{module!r}] = None; from dovetail.cli.checkup.store import check_store\n"
     code += "check = check_store(); print(check.status, check.found)"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert told.stdout.startswith(f"problem cannot be checked: import of {module} halted"), told.stderr
+    reported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert reported.stdout.startswith(f"problem cannot be checked: import of {module} halted"), reported.stderr
 
 
-def test_a_folder_in_which_no_store_can_be_made_is_a_problem(unwritable: Path) -> None:
+def test_a_folder_in_which_no_store_can_be_created_is_a_problem(unwritable: Path) -> None:
     assert check_store(unwritable / "home").status == "problem"
 
 
@@ -335,14 +337,14 @@ def test_a_server_that_cannot_be_opened_is_a_problem_without_its_password(url: s
 
 
 @pytest.mark.usefixtures("without_torch")
-def test_json_and_text_say_the_same(run: Callable[..., Any], tmp_path: Path) -> None:
+def test_doctor_json_and_text_agree(run: Callable[..., Any], tmp_path: Path) -> None:
     options = "--folder", tmp_path, "--home", tmp_path / "home"
     code, out, _ = run("doctor", "--json", *options)
-    told = json.loads(out)
+    reported = json.loads(out)
     code_of_text, text, _ = run("doctor", *options)
-    assert (code, code_of_text, told["ok"]) == (1, 1, False)
+    assert (code, code_of_text, reported["ok"]) == (1, 1, False)
     lines = re.findall(r"^(ok|note|problem) +(\S+(?: \S+)*?)(?:  |$)", text, re.MULTILINE)
-    assert lines == [(check["status"], check["name"]) for check in told["checks"]]
+    assert lines == [(check["status"], check["name"]) for check in reported["checks"]]
 
 
 @pytest.mark.usefixtures("without_torch")
@@ -354,7 +356,7 @@ def test_a_torch_that_cannot_be_imported_is_a_problem_with_its_command(run: Call
 
 
 @pytest.mark.usefixtures("without_torch")
-def test_the_password_of_the_environment_is_never_shown(
+def test_the_password_of_the_environment_is_never_printed(
     run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DOVETAIL_STORE", "postgresql://me:hunter2@127.0.0.1:1/lab")
@@ -363,7 +365,7 @@ def test_the_password_of_the_environment_is_never_shown(
     assert "hunter2" not in out + err
 
 
-def test_a_table_of_80_columns_is_no_wider_and_breaks_no_command() -> None:
+def test_a_table_of_80_columns_fits_and_breaks_no_command() -> None:
     command = "pip install 'dovetail[tensorboard]'"
     checks = [
         Check("python", "packages", "ok", "package 1.2.3, " * 20),

@@ -33,7 +33,7 @@ def test_export_writes_the_weights_of_a_checkpoint(run: Any, trial: Path, tmp_pa
     assert load_model_file(target)["weight"].tolist() == [1.0, 1.0, 1.0]
 
 
-def test_export_refuses_the_suffix_of_another_format(run: Any, tmp_path: Path) -> None:
+def test_export_rejects_the_suffix_of_another_format(run: Any, tmp_path: Path) -> None:
     save(tmp_path / "best_ck", {"model": {"weight": torch.ones(2)}})
     code, out, err = run("checkpoint", "export", tmp_path / "best_ck", "-o", tmp_path / "b.onnx")
     assert (code, out) == (1, "")
@@ -42,31 +42,31 @@ def test_export_refuses_the_suffix_of_another_format(run: Any, tmp_path: Path) -
     assert not (tmp_path / "b.onnx").exists()
 
 
-def test_of_a_trial_it_is_the_best(run: Any, trial: Path, project: Any, tmp_path: Path) -> None:
+def test_export_of_a_trial_uses_its_best_checkpoint(run: Any, trial: Path, project: Any, tmp_path: Path) -> None:
     target = tmp_path / "model.safetensors"
     code, _, _ = run("checkpoint", "export", "--trial", 1, "-o", target, "--home", project.home)
     assert code == 0
     assert load_model_file(target)["weight"].tolist() == [2.0, 2.0, 2.0]
 
 
-def test_a_trial_without_checkpoints_is_a_mistake(run: Any, finished: Any, tmp_path: Path) -> None:
+def test_a_trial_without_checkpoints_is_a_usage_error(run: Any, finished: Any, tmp_path: Path) -> None:
     code, _, err = run("checkpoint", "export", "--trial", 1, "-o", tmp_path / "m.pt", "--home", finished.home)
     assert code == 1
     assert err.startswith("dovetail: trial 1 has no checkpoints in ")
 
 
-def test_what_has_no_model_is_a_mistake(run: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_model_is_a_usage_error(run: Any, tmp_path: Path) -> None:
     save(tmp_path / "other", {"epoch": 1})
     code, _, err = run("checkpoint", "export", tmp_path / "other", "-o", tmp_path / "m.pt")
     assert (code, err) == (1, f"dovetail: {tmp_path}/other: there is no model in it (it has: epoch)\n")
 
 
-def test_list_takes_a_trial_in_place_of_a_path(run: Any, trial: Path, project: Any) -> None:
+def test_list_accepts_a_trial_instead_of_a_path(run: Any, trial: Path, project: Any) -> None:
     code, out, _ = run("checkpoint", "list", "--trial", 1, "--home", project.home)
     assert code == 0
     assert out == run("checkpoint", "list", trial)[1]
 
 
-def test_a_path_and_a_trial_are_one_too_many(run: Any, trial: Path, project: Any) -> None:
+def test_a_path_together_with_a_trial_is_a_usage_error(run: Any, trial: Path, project: Any) -> None:
     code, _, err = run("checkpoint", "list", trial, "--trial", 1, "--home", project.home)
     assert (code, err) == (1, "dovetail: which checkpoints: expected a path or --trial ID, got both\n")

@@ -34,7 +34,7 @@ def commands(group: click.Command, words: tuple[str, ...] = ()) -> Iterator[tupl
 EVERYTHING = list(commands(get_command(app)))
 
 
-def test_every_command_of_the_plan_is_there() -> None:
+def test_every_planned_command_exists() -> None:
     named = {" ".join(words) for words in EVERYTHING}
     assert {
         *(f"experiment {name}" for name in ("create", "list", "describe", "logs", "pause", "resume", "cancel", "kill")),
@@ -44,7 +44,7 @@ def test_every_command_of_the_plan_is_there() -> None:
     } <= named
 
 
-def test_help_imports_nothing_heavy() -> None:
+def test_help_imports_no_heavy_package() -> None:
     command = [sys.executable, "-c", LOOK, json.dumps(EVERYTHING)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
@@ -59,7 +59,7 @@ def test_the_exit_codes_are_documented(capsys: pytest.CaptureFixture[str]) -> No
     )
 
 
-def test_arguments_are_explained_as_options_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_are_documented_like_options(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         app(["federate", "--help"])
     assert "The YAML file." in capsys.readouterr().out

@@ -32,17 +32,17 @@ def job(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_run_prints_what_the_script_says(run: Any, job: Path) -> None:
+def test_run_prints_the_output_of_the_script(run: Any, job: Path) -> None:
     code, out, err = run("job", "run", job / "job.yaml", job / "code", "--home", job / "home")
     assert (code, out, err) == (0, "job {'trial_id': 3}\n", "job 1 COMPLETED\n")
 
 
-def test_a_script_that_fails_ends_in_three(run: Any, job: Path) -> None:
+def test_a_failed_script_exits_with_3(run: Any, job: Path) -> None:
     code, _, err = run("job", "run", job / "job.yaml", job / "code", "--home", job / "home", "--set", "data.code=5")
     assert (code, err) == (3, "job 1 ERROR\n")
 
 
-def test_list_and_logs_show_what_was_run(run: Any, job: Path) -> None:
+def test_list_and_logs_show_finished_jobs(run: Any, job: Path) -> None:
     arguments = ["job", "run", job / "job.yaml", job / "code", "--home", job / "home"]
     run(*arguments)
     run(*arguments, "--set", "data.code=5")
@@ -56,12 +56,12 @@ def test_list_and_logs_show_what_was_run(run: Any, job: Path) -> None:
     assert "│  2 │ inference │ ERROR     │         5 │" in run("job", "list", "--home", job / "home")[1]
 
 
-def test_an_unknown_job_is_one_sentence(run: Any, finished: Any) -> None:
+def test_an_unknown_job_prints_one_sentence(run: Any, finished: Any) -> None:
     code, _, err = run("job", "logs", 4, "--home", finished.home)
     assert (code, err) == (1, "dovetail: there is no job 4: there is none\n")
 
 
-def test_looking_for_jobs_makes_no_store(run: Any, tmp_path: Path) -> None:
+def test_listing_jobs_creates_no_store(run: Any, tmp_path: Path) -> None:
     words = f"there are no jobs in {tmp_path}/none: create one with 'dovetail job run', or give another --home\n"
     assert run("job", "list", "--home", tmp_path / "none") == (0, "", words)
     assert run("job", "list", "--home", tmp_path / "none", "--json") == (0, "[]\n", "")
@@ -69,7 +69,7 @@ def test_looking_for_jobs_makes_no_store(run: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-def test_a_shell_completes_numbers_alone(tmp_path: Path) -> None:
+def test_shell_completion_of_jobs_lists_only_numbers(tmp_path: Path) -> None:
     for name in ("1", "2", "12", "12 (copy)"):
         (tmp_path / "jobs" / name).mkdir(parents=True)
     context = typer.Context(get_command(app))
@@ -77,7 +77,7 @@ def test_a_shell_completes_numbers_alone(tmp_path: Path) -> None:
     assert completion("jobs/*")(context, "1") == ["1", "12"]
 
 
-def test_ctrl_c_ends_the_job_and_the_command_in_130(job: Path) -> None:
+def test_ctrl_c_ends_the_job_and_the_command_exits_with_130(job: Path) -> None:
     (job / "code" / "infer.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(600)\n")
     words = ["job", "run", job / "job.yaml", job / "code", "--home", job / "home"]
     command = [sys.executable, "-m", "dovetail", *map(str, words)]

@@ -18,7 +18,7 @@ _SHOWN = r"\x1b]0;owned\x07\x1b[2J\x9b1m\x7f\r\n\u202e[red]\ud800"
 _NAME = "\x1b]0;owned\x07\x1b[2J\x7f\r\n\u202e[red]"
 
 
-def test_control_characters_become_visible() -> None:
+def test_control_characters_are_printed_visibly() -> None:
     assert printable(_EVIL) == _SHOWN
     assert printable("größer 🎉 [bold] \\x1b") == "größer 🎉 [bold] \\x1b"
 

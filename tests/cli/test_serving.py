@@ -14,7 +14,7 @@ from dovetail.cli.serving import Guarded, LocalServer, serve
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_whoever_hears_of_a_server_may_end_it_at_once(number: signal.Signals) -> None:
+def test_a_server_can_be_stopped_as_soon_as_it_is_announced(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with LocalServer(0, lambda environment, start: []) as server:
         serve(server, lambda: signal.raise_signal(number))
@@ -72,7 +72,7 @@ def test_a_request_with_host_and_token_is_answered(browser: Browser, method: str
     "host",
     ["evil.example", "evil.example:{port}", "127.0.0.1.evil.example", "localhost:{port}.evil", "", "[::1]:{port}"],
 )
-def test_a_foreign_host_is_forbidden_though_the_token_is_right(browser: Browser, host: str) -> None:
+def test_a_foreign_host_is_forbidden_even_with_the_token(browser: Browser, host: str) -> None:
     assert browser.ask("/", Host=host.format(port=browser.port), Cookie="valid")[0] == 403
     assert browser.ask(f"/?token={browser.token}", Host=host.format(port=browser.port))[0] == 403
 
@@ -80,12 +80,12 @@ def test_a_foreign_host_is_forbidden_though_the_token_is_right(browser: Browser,
 @pytest.mark.parametrize(
     "origin", ["http://evil.example", "null", "https://127.0.0.1:{port}", "http://127.0.0.1:1", ""]
 )
-def test_a_foreign_origin_is_forbidden_though_the_token_is_right(browser: Browser, origin: str) -> None:
+def test_a_foreign_origin_is_forbidden_even_with_the_token(browser: Browser, origin: str) -> None:
     for method in ("GET", "DELETE", "OPTIONS"):
         assert browser.ask("/", method, Origin=origin.format(port=browser.port), Cookie="valid")[0] == 403
 
 
-def test_a_request_without_the_token_is_told_how_to_get_it(browser: Browser) -> None:
+def test_a_request_without_the_token_explains_how_to_get_it(browser: Browser) -> None:
     for cookie in (
         "",
         "nonsense",
@@ -102,7 +102,7 @@ def test_a_request_without_the_token_is_told_how_to_get_it(browser: Browser) -> 
     assert browser.ask(f"/?token={browser.token}", "DELETE")[0] == 401
 
 
-def test_the_printed_address_sets_a_cookie_and_leads_to_the_page_without_the_token(browser: Browser) -> None:
+def test_the_printed_address_sets_a_cookie_and_redirects_without_the_token(browser: Browser) -> None:
     path = browser.address.removeprefix(f"http://127.0.0.1:{browser.port}")
     status, _, headers = browser.ask(path)
     assert (status, headers["Location"]) == (303, "/")
@@ -113,5 +113,5 @@ def test_the_printed_address_sets_a_cookie_and_leads_to_the_page_without_the_tok
     assert browser.ask(f"//evil.example/a?b=1&token={browser.token}")[2]["Location"] == "/evil.example/a?b=1"
 
 
-def test_every_server_has_another_token() -> None:
+def test_every_server_has_a_different_token() -> None:
     assert Guarded(_hello).token != Guarded(_hello).token

@@ -16,7 +16,7 @@ def test_describe_shows_a_trial(run: Any, finished: Any) -> None:
     assert code == 0
     facts = dict(line.split("  ", 1) for line in out.splitlines())
     assert {name: value.strip() for name, value in facts.items()}.items() >= {
-        "trial": "3 of experiment 1",
+        "trial": "4 of experiment 1",
         "state": "COMPLETED",
         "hyperparameters": "learning_rate 0.5, width 4, batch_size 8",
         "best validation_loss": "1 after 20 batches",
@@ -41,18 +41,18 @@ def test_describe_shows_the_last_status_of_a_trial(run: Any, project: Any) -> No
     assert json.loads(run("e", "describe", 1, "--home", project.home, "--json")[1])["trials"][0]["status"] == "saving"
 
 
-def test_an_unknown_trial_is_one_sentence(run: Any, finished: Any) -> None:
+def test_an_unknown_trial_prints_one_sentence(run: Any, finished: Any) -> None:
     code, out, err = run("trial", "describe", 99, "--home", finished.home)
     assert (code, out) == (1, "")
     assert err == "dovetail: there is no trial 99: there are trials 1 to 4\n"
 
 
-def test_logs_are_what_the_trial_has_said(run: Any, finished: Any) -> None:
+def test_logs_prints_the_output_of_the_trial(run: Any, finished: Any) -> None:
     assert run("trial", "logs", 2, "--home", finished.home) == (0, "trial 2 \n", "")
     assert run("trial", "logs", 2, "--follow", "--home", finished.home) == (0, "trial 2 \n", "")
 
 
-def test_metrics_are_a_table_of_what_was_reported(run: Any, finished: Any) -> None:
+def test_metrics_prints_a_table_of_the_reports(run: Any, finished: Any) -> None:
     code, out, _ = run("trial", "metrics", 4, "--home", finished.home)
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│")]
     assert code == 0
@@ -65,7 +65,7 @@ def test_metrics_are_a_table_of_what_was_reported(run: Any, finished: Any) -> No
     ]
 
 
-def test_a_line_that_is_no_report_is_named(run: Any, project: Any) -> None:
+def test_a_line_that_is_not_a_report_is_named(run: Any, project: Any) -> None:
     (project.code / "train.py").write_text((project.code / "train.py").read_text() + '    file.write("[1]\\n")\n')
     run("e", "create", project.config, project.code, "--home", project.home, "--set", "hyperparameters.width.vals=[2]")
     code, out, err = run("trial", "metrics", 1, "--home", project.home)
@@ -74,7 +74,7 @@ def test_a_line_that_is_no_report_is_named(run: Any, project: Any) -> None:
     assert "metrics.jsonl, line 5: expected an object" in run("trial", "logs", 1, "--home", project.home)[1]
 
 
-def test_metrics_of_one_group_as_json(run: Any, finished: Any) -> None:
+def test_metrics_prints_one_group_as_json(run: Any, finished: Any) -> None:
     _, out, _ = run("trial", "metrics", 4, "--group", "validation", "--home", finished.home, "--json")
     assert json.loads(out) == [
         {"group": "validation", "batches": 10, "metrics": {"validation_loss": 2.0, "epochs": 1}},
@@ -82,7 +82,7 @@ def test_metrics_of_one_group_as_json(run: Any, finished: Any) -> None:
     ]
 
 
-def test_a_misspelled_group_is_a_mistake(run: Any, finished: Any) -> None:
+def test_an_unknown_metric_group_is_a_usage_error(run: Any, finished: Any) -> None:
     code, _, err = run("trial", "metrics", 4, "--group", "validaton", "--home", finished.home)
     assert code == 1
     assert err == "dovetail: unknown group 'validaton': did you mean 'validation'? (known: training, validation)\n"
@@ -94,10 +94,11 @@ def _run_one(project: Any) -> TrialRecord:
     return Runner(store, store.create_experiment(config, "", project.code).id).run().trials[0]
 
 
-def test_of_two_reports_about_the_same_batch_the_later_counts_and_others_are_none(run: Any, project: Any) -> None:
-    told = [(20, "NaN"), (None, 7.0), ([20], 8.0), ("30", 9.0)]
+def test_the_later_of_two_reports_for_one_batch_is_printed(run: Any, project: Any) -> None:
+    reported = [(20, "NaN"), (None, 7.0), ([20], 8.0), ("30", 9.0)]
     rows = [
-        {"group": "validation", "steps_completed": steps, "metrics": {"validation_loss": loss}} for steps, loss in told
+        {"group": "validation", "steps_completed": steps, "metrics": {"validation_loss": loss}}
+        for steps, loss in reported
     ]
     with open(_run_one(project).directory / "metrics.jsonl", "a") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)

@@ -95,7 +95,7 @@ def until() -> Callable[[Callable[[], bool]], None]:
 
 
 class Detached:
-    """A runner or a job in a process of its own, in a session of its own."""
+    """A runner or a job in a separate process and session."""
 
     def __init__(self, server: subprocess.Popen[str], words: Sequence[object], folder: Path) -> None:
         assert server.stdin is not None
@@ -153,5 +153,5 @@ def forked(
 
 @pytest.fixture
 def detached(lab: Lab, forked: Callable[..., Detached]) -> Callable[[ExperimentRecord], Detached]:
-    """A function that runs an experiment in a process of its own; none is left at the end."""
+    """A function that runs an experiment in a separate process; none is left at the end."""
     return lambda record: forked(lab.store.home, record.id)

@@ -1,7 +1,7 @@
-"""Runners and jobs in processes of their own that begin with everything imported, which takes a second in a new one.
+"""Separate processes for runners and jobs that start with everything imported, which takes a second in a new one.
 
-A line `[words, folder]` on stdin forks one: two words are those of `python -m dovetail.search`, three are the home, the
-file and the code of a job. In the folder, the file `pid` names the process, `output` has what it says, and `code` tells
+A line `[words, folder]` on stdin forks one: two words are passed to `dovetail.search`, three are the home, the
+file and the code of a job. In the folder, the file `pid` names the process, `output` has its output, and `code` states
 its end.
 """
 
@@ -26,9 +26,9 @@ def write(path: Path, number: int) -> None:
 
 def become(words: list[str], output: Path) -> None:
     os.setsid()
-    with open(output, "ab") as said:
-        os.dup2(said.fileno(), 1)
-        os.dup2(said.fileno(), 2)
+    with open(output, "ab") as messages:
+        os.dup2(messages.fileno(), 1)
+        os.dup2(messages.fileno(), 2)
     code = 70
     try:
         if len(words) == 2:
@@ -50,7 +50,7 @@ if __name__ == "__main__":
         if os.fork():
             os.wait()
             continue
-        # The server waits for nobody but this one, which does not take long.
+        # The server waits only for this process, which does not take long.
         if os.fork():
             os._exit(0)
         if (pid := os.fork()) == 0:

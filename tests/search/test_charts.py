@@ -12,7 +12,7 @@ _NUMBERS = st.lists(st.floats(-1e300, 1e300).filter(lambda x: x == 0 or abs(x) >
 
 
 @given(values=_NUMBERS, is_log=st.sampled_from([None, True, False]))
-def test_every_value_has_its_place_on_the_scale_in_order(values: list[float], is_log: bool | None) -> None:
+def test_every_value_has_its_position_on_the_scale_in_order(values: list[float], is_log: bool | None) -> None:
     scale = Scale.of(values, is_log)
     places = [scale(value) for value in sorted(values)]
     assert all(-1e-9 <= place <= 1 + 1e-9 for place in places)
@@ -53,13 +53,13 @@ def test_ticks_are_round(values: list[float], ticks: list[float]) -> None:
         [0.0, 1e-323],
     ],
 )
-def test_numbers_that_hardly_differ_have_a_scale(values: list[float]) -> None:
+def test_nearly_equal_numbers_have_a_scale(values: list[float]) -> None:
     scale = Scale.of(values)
     assert all(0 <= scale(value) <= 1 for value in values)
     assert all(-1e-6 <= scale(tick) <= 1 + 1e-6 for tick in scale.ticks())
 
 
-def test_numbers_of_several_magnitudes_are_logarithmic_unless_one_is_not_positive() -> None:
+def test_several_magnitudes_use_a_logarithmic_scale_if_all_are_positive() -> None:
     assert Scale.of([1, 100]).is_log
     assert not Scale.of([1, 10]).is_log
     assert not Scale.of([0, 100]).is_log
@@ -67,23 +67,23 @@ def test_numbers_of_several_magnitudes_are_logarithmic_unless_one_is_not_positiv
     assert Scale.of([1, 10], is_log=True).is_log
 
 
-def test_a_line_goes_through_its_points_and_a_single_point_is_a_dot() -> None:
+def test_a_line_passes_through_its_points_and_a_single_point_is_a_dot() -> None:
     chart = LineChart("x", "y", (Line("a", ((0, 0), (1, 1))), Line("b", ((0.5, 0.5),))))
     assert chart.svg().count("<path") == 2
     assert chart.svg().count("<circle") == 1
 
 
-def test_stairs_go_along_before_they_go_up() -> None:
+def test_a_step_chart_moves_horizontally_before_vertically() -> None:
     chart = LineChart("x", "y", (Line("a", ((0, 0), (1, 1), (2, 1)), style="stairs"),))
     assert chart.svg().count("H") == 4
 
 
-def test_the_best_is_drawn_last_and_so_above_all_others() -> None:
+def test_the_best_trial_is_drawn_last_and_on_top() -> None:
     chart = LineChart("x", "y", (Line("best", ((0, 0), (1, 1)), 1.0), Line("worst", ((0, 1), (1, 0)), 0.0)))
     assert chart.svg().index("<title>worst") < chart.svg().index("<title>best")
 
 
-def test_names_are_escaped_and_cut_with_the_whole_in_a_title() -> None:
+def test_long_names_are_escaped_and_shortened_with_the_full_name_as_title() -> None:
     name = "<b>" + "x" * 40
     for chart in (
         BarChart(((name, 1.0),)),
@@ -94,7 +94,7 @@ def test_names_are_escaped_and_cut_with_the_whole_in_a_title() -> None:
         assert f"<title>&lt;b&gt;{'x' * 40}</title>" in svg
 
 
-def test_matplotlib_draws_what_looks_like_a_formula_as_text() -> None:
+def test_matplotlib_draws_formula_like_names_as_text() -> None:
     figures = pytest.importorskip("matplotlib.figure")
     figure = figures.Figure()
     LineChart("$x^", "y$_$", (Line("a", ((0, 1), (1, math.e))),)).draw(figure)

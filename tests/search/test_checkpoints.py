@@ -1,4 +1,4 @@
-"""The checkpoints of trials, as those who run them see them."""
+"""Checkpoints of trials, as the runner sees them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dovetail.search.checkpoints import checkpoints_of, latest_checkpoint, remov
 @pytest.mark.parametrize(
     "manifest",
     [
-        # Of a web page, of anything.
+        # A file of another kind, such as a web page.
         '{"name": "app", "icons": []}',
         "[]",
         "null",
@@ -30,7 +30,7 @@ from dovetail.search.checkpoints import checkpoints_of, latest_checkpoint, remov
         '{"format": "dovetail-files", "created": "2026-01-01", "metadata": {}, "files": {"a": {"size": 1}}}',
     ],
 )
-def test_a_folder_of_a_trial_that_is_no_checkpoint_is_left_alone(tmp_path: Path, manifest: str) -> None:
+def test_a_trial_folder_that_is_not_a_checkpoint_is_ignored(tmp_path: Path, manifest: str) -> None:
     (tmp_path / "pages" / "files").mkdir(parents=True)
     (tmp_path / "pages" / "files" / "a").touch()
     (tmp_path / "pages" / "manifest.json").write_text(manifest)
@@ -59,7 +59,7 @@ def _stored(trial: Path, name: str, files: dict[str, bytes], changes: dict[str, 
     return place
 
 
-def test_a_name_that_leads_out_of_the_folder_is_never_opened(tmp_path: Path) -> None:
+def test_a_checkpoint_name_that_leaves_the_folder_is_never_opened(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_bytes(b"secret")
     entry = {"size": 6, "sha256": sha256(b"secret").hexdigest()}
@@ -70,7 +70,7 @@ def test_a_name_that_leads_out_of_the_folder_is_never_opened(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "link", "folder"])
 @pytest.mark.parametrize("place", ["manifest.json", "files/a"])
-def test_what_is_no_regular_file_is_rejected_without_waiting(tmp_path: Path, kind: str, place: str) -> None:
+def test_a_special_file_is_rejected_without_blocking(tmp_path: Path, kind: str, place: str) -> None:
     path = _stored(tmp_path, "ck", {"a": b"a"}) / place
     content = path.read_bytes()
     path.unlink()
@@ -110,7 +110,7 @@ def test_a_date_without_a_zone_is_local_time(tmp_path: Path) -> None:
         assert context.latest() == "new"
 
 
-def test_a_manifest_that_is_not_ours_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_foreign_manifest_is_not_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "pages").mkdir()
     (tmp_path / "pages" / "manifest.json").write_text("{}")
     assert checkpoints_of(tmp_path) == []

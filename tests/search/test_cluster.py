@@ -1,4 +1,4 @@
-"""What a cluster needs that can be seen without one; `tests/integration/test_ray.py` has the cluster."""
+"""Cluster settings that need no cluster; `tests/integration/test_ray.py` has the cluster."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import pytest
 
 from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.info import ATTEMPT
-from dovetail.search.cluster import RayBackend, guarded
+from dovetail.search.cluster import RayBackend, start_guard
 from dovetail.search.processes import Attempt
 from dovetail.search.spread import spread
 
 
 @pytest.mark.parametrize("address", ["", "nowhere", "ray://", "ray://host", "host:", "http://host:1", "a b:1"])
-def test_an_address_that_is_none_is_refused(address: str) -> None:
+def test_an_invalid_cluster_address_is_rejected(address: str) -> None:
     with pytest.raises(ConfigError, match="expected local, ray, host:port or ray://host:port"):
         RayBackend(address)
 
 
-def test_a_storage_that_is_none_is_refused_before_anything_is_started() -> None:
+def test_an_invalid_storage_is_rejected_before_a_start() -> None:
     with pytest.raises(UnknownNameError, match=r"'flie'.*'file'"):
         RayBackend("local", storage="flie:///checkpoints")
 
@@ -33,7 +33,7 @@ def test_importing_the_backend_imports_neither_ray_nor_torch() -> None:
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"
 
 
-def test_each_process_of_a_spread_trial_is_one_of_the_launcher() -> None:
+def test_each_process_of_a_distributed_trial_is_a_launcher_process() -> None:
     command = [sys.executable, "-X", "dev", "-m", "dovetail.launch", "--slots", "4", "-m", "train", "--slots", "9"]
     assert spread(command, 4, "GPU") == [
         *(sys.executable, "-u", "-m", "dovetail.search.spread", "4", "GPU"),
@@ -41,7 +41,7 @@ def test_each_process_of_a_spread_trial_is_one_of_the_launcher() -> None:
     ]
 
 
-def test_a_command_that_starts_its_own_processes_cannot_be_spread() -> None:
+def test_a_command_that_starts_processes_cannot_be_distributed() -> None:
     with pytest.raises(ConfigError, match=r"no node of the cluster has 4 slots.*got 'torchrun train.py'"):
         spread(["torchrun", "train.py"], 4, "CPU")
 
@@ -50,12 +50,12 @@ def ends(process: psutil.Process) -> bool:
     return not psutil.wait_procs([process], timeout=20)[1]
 
 
-def test_a_guard_ends_an_attempt_whose_keeper_is_killed(tmp_path: Path) -> None:
+def test_a_guard_ends_an_attempt_whose_owner_is_killed(tmp_path: Path) -> None:
     attempt = Attempt.of(tmp_path, 0)
     code = (
         "import subprocess, sys, time; from pathlib import Path\n"
-        "from dovetail.search.cluster import guarded; from dovetail.search.processes import Attempt\n"
-        "guard = guarded(Attempt(Path(sys.argv[1])))\n"
+        "from dovetail.search.cluster import start_guard; from dovetail.search.processes import Attempt\n"
+        "guard = start_guard(Attempt(Path(sys.argv[1])))\n"
         "print('ready', flush=True); time.sleep(1000)"
     )
     script = [sys.executable, "-c", code, str(attempt.folder)]
@@ -76,15 +76,15 @@ def test_a_guard_ends_an_attempt_whose_keeper_is_killed(tmp_path: Path) -> None:
             process.wait()
 
 
-def test_a_guard_that_is_told_so_lets_them_be(tmp_path: Path) -> None:
+def test_a_guard_that_is_notified_of_the_end_kills_no_process(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "1000"], start_new_session=True) as sleeper:
-        guard = guarded(Attempt.of(tmp_path, 0), sleeper.pid)
+        guard = start_guard(Attempt.of(tmp_path, 0), sleeper.pid)
         found = [it for it in psutil.process_iter() if _guards(it, str(tmp_path))]
         guard.communicate(b"over")
         assert len(found) == 1
         assert ends(found[0])
         assert sleeper.poll() is None
-        guard = guarded(Attempt.of(tmp_path, 0), sleeper.pid)
+        guard = start_guard(Attempt.of(tmp_path, 0), sleeper.pid)
         guard.communicate()
         assert sleeper.wait(timeout=20) == -9
 

@@ -47,7 +47,7 @@ for _name, _given in OURS.items():
     globals()[f"Test_{_name}"] = contract_of(_name, *_given)
 
 
-def test_the_contract_holds_for_every_searcher_of_ours() -> None:
+def test_every_built_in_searcher_fulfils_the_contract() -> None:
     assert OURS.keys() == {name for name in searchers.names() if searchers.get(name).make.__module__ == _MODULE}
 
 
@@ -135,7 +135,7 @@ class Writing(Fixed):
 
 
 class Watching(Fixed):
-    """Looks at trials that still run."""
+    """Reads trials that still run."""
 
     def suggest(self, study: Any, number: int) -> Suggestion | None:
         found = super().suggest(study, number)
@@ -164,7 +164,7 @@ class Unwritable(Fixed):
 
 
 class Shared(Fixed):
-    """Gives away what it goes on to change."""
+    """Returns an object that it changes later."""
 
     def __init__(self, space: Space, seed: int) -> None:
         super().__init__(space, seed)
@@ -226,7 +226,7 @@ class Patient(Fixed):
 
 
 class Waiting(Fixed):
-    """Goes on after a success only."""
+    """Continues only after a success."""
 
     def on_exit(self, number: int, state: str) -> None:
         if state != "ERROR":
@@ -268,17 +268,17 @@ for _kind, _, _ in BROKEN:
 
 
 @pytest.mark.parametrize(("kind", "test", "sentence"), BROKEN, ids=[kind.__name__ for kind, _, _ in BROKEN])
-def test_a_searcher_that_breaks_a_rule_fails_its_test(kind: type[Fixed], test: str, sentence: str) -> None:
+def test_a_searcher_that_breaks_a_rule_fails_its_contract_test(kind: type[Fixed], test: str, sentence: str) -> None:
     contract = globals()[f"{kind.__name__}Contract"]()
     with pytest.raises(AssertionError, match=sentence):
         getattr(contract, test)()
 
 
-def test_every_test_of_the_contract_bites_somewhere() -> None:
+def test_every_contract_test_fails_for_some_broken_searcher() -> None:
     assert {name for name in dir(SearcherContract) if name.startswith("test_")} == {test for _, test, _ in BROKEN}
 
 
-def test_what_only_sets_attributes_is_no_test() -> None:
+def test_a_contract_subclass_without_a_factory_is_not_collected() -> None:
     class Base(SearcherContract):
         max_trials = 3
 

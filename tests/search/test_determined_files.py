@@ -1,4 +1,4 @@
-"""What the guide for users of Determined says about experiment files is true for every key that it names."""
+"""Experiment files of Determined: the guide is true for every key that it names."""
 
 from __future__ import annotations
 
@@ -99,20 +99,20 @@ def test_a_file_with_every_key_is_read_without_a_warning(searcher: str) -> None:
     assert list(Space(config.hyperparameters).parameters) == ["width", "rate", "net.dropout", "net.act"]
 
 
-def test_every_key_that_the_page_calls_the_same_is_in_these_files() -> None:
+def test_every_key_listed_as_equal_in_the_docs_is_in_these_files() -> None:
     files: Any = [parse_config(text_for(searcher)) for searcher in OPTIONS]
     keys = {name for file in files for name in (*file, *(f"{a}.{b}" for a in file for b in _keys(file[a])))}
     words = {word for searcher in OPTIONS for word in re.findall(r"\w+", text_for(searcher))}
     same = [left for left, right in SAME if right.startswith("the same") and not left.startswith(("`entry", "`.det"))]
     named = [snippet for left in same for snippet in re.findall(r"`(.*?)`", left)]
     assert len(named) > 40
-    # A type, the name of a searcher and the like have no place of their own in a file.
+    # A type, the name of a searcher and the like have no separate place in a file.
     unknown = {snippet for snippet in named if snippet not in keys | words | {"directory"}}
     assert unknown == set()
 
 
 @pytest.mark.parametrize("row", [row[0] for row in SAME if row[0].startswith("`entrypoint")])
-def test_every_entrypoint_that_the_page_names_is_read(row: str) -> None:
+def test_every_entrypoint_listed_in_the_docs_is_read(row: str) -> None:
     for snippet in re.findall(r"`(entrypoint: .*?)`", row):
         config = read_experiment(parse_config(f"{snippet}\nsearcher: {{name: single, {LENGTH}}}\n"))
         assert config.entrypoint
@@ -126,13 +126,13 @@ def test_every_entrypoint_that_the_page_names_is_read(row: str) -> None:
         ("determined.launch.torch_distributed --nproc_per_node 4 -- train.py", "expected no options before --"),
     ],
 )
-def test_launchers_that_need_a_change_are_refused_with_it(snippet: str, sentence: str) -> None:
+def test_launchers_that_need_a_change_are_rejected_with_this_change(snippet: str, sentence: str) -> None:
     assert any(f"`{snippet}`" in row[0] for row in rows("Experiment files and commands"))
     with pytest.raises(ConfigError, match=sentence):
         read_experiment(parse_config(f"entrypoint: python3 -m {snippet}\nsearcher: {{name: single}}\n"))
 
 
-def test_keys_that_are_not_there_are_listed_in_a_warning() -> None:
+def test_unsupported_keys_are_listed_in_a_warning() -> None:
     text = "entrypoint: a b\nsearcher: {name: single, source_checkpoint_uuid: x}\nrecords_per_epoch: 3\nslurm: {}\n"
     with pytest.warns(UserWarning, match=r"are ignored: records_per_epoch, slurm, searcher\.source_checkpoint_uuid"):
         read_experiment(parse_config(text))

@@ -34,7 +34,7 @@ TORCH = "determined.launch.torch_distributed"
         (f"python3 -m {TORCH} -- --trial model_def:MyTrial", ["model_def:MyTrial"]),
     ],
 )  # fmt: skip
-def test_the_entrypoints_of_determined_are_understood(given: Any, expected: list[str]) -> None:
+def test_the_entrypoints_of_determined_are_accepted(given: Any, expected: list[str]) -> None:
     assert parse_entrypoint(given) == expected
 
 
@@ -57,7 +57,7 @@ def test_the_entrypoints_of_determined_are_understood(given: Any, expected: list
         ("python3 -m determined.launch.deepspeed --trial model_def:A", "there is no determined.launch.deepspeed here"),
     ],
 )  # fmt: skip
-def test_what_has_no_counterpart_is_refused_with_what_to_use(given: str, sentence: str) -> None:
+def test_unsupported_entrypoints_are_rejected_with_an_alternative(given: str, sentence: str) -> None:
     with pytest.raises(Refused) as caught:
         parse_entrypoint(given)
     assert str(caught.value).startswith(sentence) or str(caught.value).endswith(f"{sentence})")
@@ -79,7 +79,7 @@ def code(tmp_path: Path) -> Path:
     "name",
     [
         *("model_def:MyTrial", "model_def:Other", "model_def:Imported", "package.trial:Deep.Inner"),
-        # What is known only after an import: a star, a syntax error, a module that is installed.
+        # Names that are known only after an import: a star, a syntax error, a module that is installed.
         *("open:Anything", "broken:MyTrial", "dovetail.pytorch:PyTorchTrial"),
     ],
 )
@@ -97,7 +97,7 @@ def test_a_trial_class_is_found_without_importing_its_module(code: Path, name: s
         ("package.trial:Depe", "unknown class of an entrypoint in trial.py 'Depe': did you mean 'Deep'? (known: Deep"),
     ],
 )
-def test_a_wrong_module_or_class_gets_the_nearest_name(code: Path, name: str, sentence: str) -> None:
+def test_an_unknown_module_or_class_suggests_the_nearest_name(code: Path, name: str, sentence: str) -> None:
     problem = trial_class_problem(name, code)
     assert problem is not None
     assert problem.startswith(sentence.format(f"{code} 'model_de'" if name.startswith("model_de:") else code))

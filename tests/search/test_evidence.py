@@ -14,7 +14,7 @@ from dovetail.search.processes import Attempt
 
 @pytest.fixture
 def info(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A trial that has begun, as which this process counts."""
+    """A started trial, represented by this process."""
     path = tmp_path / "info.json"
     write_info(path, TrialInfo(1, hparams={"lr": 0.1}))
     reset_access_time(path)
@@ -25,37 +25,37 @@ def info(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_the_library_reads_the_file_without_a_trace(info: Path) -> None:
+def test_reading_the_trial_id_does_not_count_as_reading_hyperparameters(info: Path) -> None:
     found = get_cluster_info()
     assert found is not None
     assert found.trial_id == 1
     assert not has_read_hparams(info.parent, info)
 
 
-def test_hyperparameters_that_are_read_by_the_library_are_recorded(info: Path) -> None:
+def test_hyperparameters_read_by_the_library_are_recorded(info: Path) -> None:
     found = get_cluster_info()
     assert found is not None
     assert found.hparams == {"lr": 0.1}
     assert has_read_hparams(info.parent, info)
 
 
-def test_a_program_that_reads_the_file_by_itself_is_seen(info: Path) -> None:
+def test_a_program_that_reads_the_file_directly_is_detected(info: Path) -> None:
     assert not has_read_hparams(info.parent, info)
     assert json.loads(info.read_text())["hparams"] == {"lr": 0.1}
     assert has_read_hparams(info.parent, info)
 
 
-def test_looking_leaves_nothing_in_the_folder_of_the_trial(info: Path) -> None:
+def test_checking_for_reads_writes_nothing_to_the_trial_folder(info: Path) -> None:
     before = sorted(info.parent.rglob("*"))
     has_read_hparams(info.parent, info)
     assert sorted(info.parent.rglob("*")) == before
 
 
-def test_what_cannot_be_known_counts_as_read(info: Path) -> None:
+def test_a_missing_hyperparameter_file_counts_as_read(info: Path) -> None:
     assert has_read_hparams(info.parent, info.parent / "missing.json")
 
 
-def test_an_attempt_without_a_folder_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_attempt_without_a_folder_is_not_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(ATTEMPT, str(tmp_path / "none"))
     note_hparams_read()
     assert not (tmp_path / "none").exists()
@@ -69,5 +69,5 @@ def test_an_attempt_without_a_folder_is_no_error(monkeypatch: pytest.MonkeyPatch
         ({"training": {"loss"}, "validation": {"a"}}, "it reported 'loss' in the group 'training' only"),
     ],
 )
-def test_the_sentence_says_what_was_reported(reported: dict[str, set[str]], words: str) -> None:
+def test_the_error_lists_the_reported_metrics(reported: dict[str, set[str]], words: str) -> None:
     assert f"the searcher's metric 'loss' ({words}): report it by " in sentence_about_metric("loss", reported)

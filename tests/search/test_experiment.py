@@ -40,7 +40,7 @@ def code(tmp_path: Path) -> Path:
     return tmp_path / "code"
 
 
-def test_a_file_is_run_to_its_end(code: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_experiment_file_runs_to_its_end(code: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = Store.open(tmp_path / "home")
     done = Experiment.from_yaml(tmp_path / "grid.yaml", code).run(store, follow=True)
     assert (done.name, done.state, len(done.trials)) == ("grid", "COMPLETED", 3)
@@ -50,7 +50,7 @@ def test_a_file_is_run_to_its_end(code: Path, tmp_path: Path, capsys: pytest.Cap
     assert store.experiment(done.id) == done
 
 
-def test_settings_change_what_the_file_says(code: Path, tmp_path: Path) -> None:
+def test_settings_override_the_file(code: Path, tmp_path: Path) -> None:
     experiment = Experiment.from_yaml(
         tmp_path / "grid.yaml", code, ["hyperparameters.lr={type: categorical, vals: [7]}"]
     )
@@ -59,7 +59,7 @@ def test_settings_change_what_the_file_says(code: Path, tmp_path: Path) -> None:
     assert record.state == "ACTIVE"
 
 
-def test_without_a_store_it_is_kept_in_the_folder_here(
+def test_without_a_store_the_experiment_is_stored_in_the_working_directory(
     code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -67,7 +67,7 @@ def test_without_a_store_it_is_kept_in_the_folder_here(
     assert done.directory == tmp_path / ".dovetail" / "experiments" / "1"
 
 
-def test_mistakes_of_a_file_are_told_before_anything_is_written(code: Path, tmp_path: Path) -> None:
+def test_mistakes_of_a_file_are_reported_before_anything_is_written(code: Path, tmp_path: Path) -> None:
     (tmp_path / "grid.yaml").write_text(FILE.replace("metric", "metrik"))
     with pytest.raises(ConfigError, match="metrik"):
         Experiment.from_yaml(tmp_path / "grid.yaml", code)
@@ -77,7 +77,7 @@ def test_mistakes_of_a_file_are_told_before_anything_is_written(code: Path, tmp_
 # ------------------------------------------------------------------ functions
 
 
-def test_a_grid_of_a_function_finds_the_best_point() -> None:
+def test_a_grid_search_over_a_function_finds_the_best_point() -> None:
     found = search(_parabola, SPACE, "grid")
     assert [trial.hparams["x"] for trial in found.trials] == [-2, -1, 0, 1, 2]
     assert [trial.best for trial in found.trials] == [9, 4, 1, 0, 1]
@@ -85,7 +85,7 @@ def test_a_grid_of_a_function_finds_the_best_point() -> None:
     assert found.study.best_params == {"x": 1.0}
 
 
-def test_equal_seeds_give_equal_trials_and_others_do_not() -> None:
+def test_equal_seeds_give_equal_trials_and_other_seeds_others() -> None:
     first, again, other = (
         [trial.hparams for trial in search(_parabola, SPACE, max_trials=4, seed=seed).trials] for seed in (3, 3, 4)
     )
@@ -93,12 +93,12 @@ def test_equal_seeds_give_equal_trials_and_others_do_not() -> None:
     assert first != other
 
 
-def test_larger_may_be_better() -> None:
+def test_a_search_can_maximize_the_metric() -> None:
     found = search(_parabola, SPACE, "grid", smaller_is_better=False)
     assert (found.best_hparams, found.best_value) == ({"x": -2.0, "offset": 1}, 9.0)
 
 
-def test_a_function_that_reports_may_be_stopped() -> None:
+def test_a_function_that_reports_may_be_stopped_early() -> None:
     reached: list[int] = []
 
     def trained(hparams: dict[str, Any], report: Report) -> None:
@@ -124,7 +124,7 @@ def test_a_function_that_reports_may_be_stopped() -> None:
     assert [trial.state for trial in found.study.trials] == [TrialState.COMPLETE, TrialState.PRUNED]
 
 
-def test_what_a_function_returns_comes_after_what_it_has_reported() -> None:
+def test_the_return_value_of_a_function_follows_its_reports() -> None:
     def reporting(hparams: dict[str, Any], report: Report) -> float:
         report(1, 0.5)
         report(2, 0.4)
@@ -133,7 +133,7 @@ def test_what_a_function_returns_comes_after_what_it_has_reported() -> None:
     assert search(reporting, {}, "single").trials[0].values == {1: 0.5, 2: 0.4, 3: 0.3}
 
 
-def test_invalid_hyperparameters_are_replaced() -> None:
+def test_trials_with_invalid_hyperparameters_are_replaced() -> None:
     def picky(hparams: dict[str, Any], report: Report) -> float:
         if hparams["x"] < 0:
             raise InvalidHP("negative")
@@ -145,7 +145,7 @@ def test_invalid_hyperparameters_are_replaced() -> None:
     assert states.count("COMPLETED") == 6
 
 
-def test_an_error_of_the_function_ends_the_search_and_says_with_which_hyperparameters() -> None:
+def test_an_error_of_the_function_ends_the_search_and_names_hyperparameters() -> None:
     def broken(hparams: dict[str, Any], report: Report) -> float:
         raise ZeroDivisionError("oh")
 
@@ -154,6 +154,6 @@ def test_an_error_of_the_function_ends_the_search_and_says_with_which_hyperparam
     assert raised.value.__notes__ == ["with the hyperparameters {'lr': 0.1}"]
 
 
-def test_a_mistyped_option_is_named_with_the_nearest() -> None:
+def test_an_unknown_option_suggests_the_nearest() -> None:
     with pytest.raises(ConfigError, match="max_trials"):
         search(_parabola, SPACE, max_trails=3)

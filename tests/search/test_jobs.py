@@ -43,7 +43,7 @@ def start(place: Path, forked: Callable[..., Any]) -> Callable[[str], tuple[Any,
     return begin
 
 
-def test_a_job_is_told_its_data_and_its_output_is_kept(place: Path) -> None:
+def test_a_job_receives_its_data_and_its_output_is_stored(place: Path) -> None:
     script = "import json, os; print(json.dumps(json.load(open(os.environ['DOVETAIL_TRIAL']))))"
     job = _run(place, script, "data: {trial_id: 777, batch_size: 64}\nresources: {slots: 1}\n")
     assert (job.id, job.name, job.state, job.exit_code) == (1, "infer", "COMPLETED", 0)
@@ -58,7 +58,7 @@ def test_a_job_is_told_its_data_and_its_output_is_kept(place: Path) -> None:
     ]
 
 
-def test_a_job_that_fails_is_an_error_with_its_exit_code(place: Path) -> None:
+def test_a_failed_job_raises_with_its_exit_code(place: Path) -> None:
     job = _run(place, "raise SystemExit(3)")
     assert (job.state, job.exit_code) == ("ERROR", 3)
 
@@ -69,10 +69,10 @@ def test_jobs_are_numbered_and_listed(place: Path) -> None:
     assert [(job.id, job.state) for job in Store.open(place / "home").jobs()] == [(1, "COMPLETED"), (2, "ERROR")]
 
 
-def test_the_output_comes_as_it_is_written(place: Path) -> None:
-    said: list[str] = []
+def test_the_output_of_a_job_is_streamed(place: Path) -> None:
+    messages: list[str] = []
     heard = place / "heard"
-    # It goes on only when its first line was heard, and has begun a sign of three bytes by then.
+    # The script continues after its first line was received, when a part of a 3-byte character is written.
     script = f"""
 import pathlib, sys, time
 sign = "━".encode()
@@ -82,21 +82,21 @@ while not pathlib.Path({str(heard)!r}).exists():
 sys.stdout.buffer.write(sign[1:] + b"\\r1\\n")
 """
 
-    def hear(text: str) -> None:
-        said.append(text)
+    def receive(text: str) -> None:
+        messages.append(text)
         heard.touch()
 
-    _run(place, script, on_output=hear)
-    assert said == ["0\n", "━\r1\n"]
+    _run(place, script, on_output=receive)
+    assert messages == ["0\n", "━\r1\n"]
 
 
-def test_settings_change_what_the_file_says(place: Path) -> None:
+def test_job_settings_override_the_file(place: Path) -> None:
     script = "import json, os; print(json.load(open(os.environ['DOVETAIL_TRIAL']))['user_data'])"
     job = _run(place, script, "data: {trial_id: 777}\n", overrides=["data.trial_id=3"])
     assert (job.directory / "log.txt").read_text() == "{'trial_id': 3}\n"
 
 
-def test_a_job_that_cannot_be_meant_leaves_nothing(place: Path) -> None:
+def test_an_invalid_job_leaves_no_files(place: Path) -> None:
     with pytest.raises(ConfigError, match="entrypiont"):
         _run(place, "", "entrypiont: true\n")
     (place / "infer.yaml").write_text("entrypoint: 'true'\n")
@@ -105,7 +105,7 @@ def test_a_job_that_cannot_be_meant_leaves_nothing(place: Path) -> None:
     assert Store.open(place / "home").jobs() == []
 
 
-def test_a_job_whose_starter_was_killed_is_still_seen_as_it_is(place: Path, start: Any, until: Until) -> None:
+def test_a_job_whose_launcher_was_killed_is_still_shown_correctly(place: Path, start: Any, until: Until) -> None:
     script = "import time, pathlib\nopen('begun', 'w').close()\n"
     script += "while not pathlib.Path('go').exists():\n    time.sleep(0.01)"
     process, work = start(script)
@@ -126,13 +126,13 @@ class Cluster:
         self.stop, self.adopt = local.stop, local.adopt
 
 
-def test_a_job_on_a_cluster_that_nobody_waits_for_is_not_guessed_about(place: Path) -> None:
+def test_an_unattended_job_on_a_cluster_has_an_unknown_state(place: Path) -> None:
     done = _run(place, "import os, signal; os.kill(os.getppid(), signal.SIGKILL)", backend=Cluster())
-    # Whoever has waited for its end knows of it.
+    # A reader that waited for the end of the job sees its state.
     assert (done.state, done.exit_code) == ("ERROR", None)
-    told = json.loads((done.directory / "job.json").read_text())
-    del told["is_over"]
-    (done.directory / "job.json").write_text(json.dumps(told))
+    reported = json.loads((done.directory / "job.json").read_text())
+    del reported["is_over"]
+    (done.directory / "job.json").write_text(json.dumps(reported))
     assert Store.open(place / "home").job(1).state == "UNKNOWN"
     (done.directory / "attempts" / "0" / "exit").write_text("0")
     assert Store.open(place / "home").job(1).state == "COMPLETED"
@@ -155,7 +155,7 @@ def test_the_checkpoint_of_a_trial_is_found_in_the_experiments(place: Path, monk
 
 
 @pytest.mark.parametrize("signals", [1, 2])
-def test_ctrl_c_cancels_and_twice_kills(place: Path, start: Any, until: Until, signals: int) -> None:
+def test_ctrl_c_cancels_a_job_and_a_second_one_kills_it(place: Path, start: Any, until: Until, signals: int) -> None:
     script = "import signal, time\n"
     script += "signal.signal(signal.SIGTERM, lambda *_: open('heard', 'w').close())\n" if signals == 2 else ""
     script += "open('begun', 'w').close()\ntime.sleep(600)"

@@ -1,4 +1,4 @@
-"""Attempts of trials as processes: files tell everything, and one process does the work."""
+"""Attempts of trials as processes: the state is in files, and one process does the work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from dovetail.info import ATTEMPT
 from dovetail.runtime.cores import NO_CARDS
-from dovetail.search.processes import Attempt, Ended, LocalBackend, wrapped
+from dovetail.search.processes import Attempt, Ended, LocalBackend, shell_command
 
 Until = Callable[[Callable[[], bool]], None]
 WAIT = "import time; open('begun', 'w').close(); time.sleep(600)"
@@ -36,14 +36,14 @@ def _end(backend: LocalBackend, attempt: Attempt, until: Until) -> Ended:
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_the_exit_code_of_a_command_is_in_a_file(attempt: Attempt, until: Until, code: int) -> None:
+def test_the_exit_code_of_a_command_is_written_to_a_file(attempt: Attempt, until: Until, code: int) -> None:
     backend = LocalBackend()
     _start(backend, attempt, "sh", "-c", f"exit {code}")
     assert _end(backend, attempt, until) == Ended(code)
     assert (attempt.folder / "exit").read_text() == f"{code}\n"
 
 
-def test_arguments_reach_the_command_as_they_are(attempt: Attempt, until: Until, tmp_path: Path) -> None:
+def test_arguments_reach_the_command_unchanged(attempt: Attempt, until: Until, tmp_path: Path) -> None:
     backend = LocalBackend()
     given = ["a b", "$HOME", "'", '"', "*", "", "-x", "a\nb"]
     _start(backend, attempt, sys.executable, "-c", "import sys; print(sys.argv[1:])", *given)
@@ -51,9 +51,7 @@ def test_arguments_reach_the_command_as_they_are(attempt: Attempt, until: Until,
     assert (tmp_path / "log.txt").read_text() == f"{given}\n"
 
 
-def test_a_command_that_is_not_there_ends_with_127_and_the_log_says_so(
-    attempt: Attempt, until: Until, tmp_path: Path
-) -> None:
+def test_a_missing_command_exits_with_127_and_a_log_line(attempt: Attempt, until: Until, tmp_path: Path) -> None:
     backend = LocalBackend()
     _start(backend, attempt, "no-such-program")
     assert _end(backend, attempt, until) == Ended(127)
@@ -67,15 +65,15 @@ def test_variables_reach_the_command(attempt: Attempt, until: Until, tmp_path: P
     assert (tmp_path / "log.txt").read_text() == f"red {attempt.folder}\n"
 
 
-def test_of_many_that_begin_the_same_attempt_one_does(attempt: Attempt, tmp_path: Path) -> None:
+def test_of_many_processes_that_start_an_attempt_only_one_does(attempt: Attempt, tmp_path: Path) -> None:
     attempt.folder.parent.mkdir()
-    command = wrapped(attempt, ["sh", "-c", "echo once"])
+    command = shell_command(attempt, ["sh", "-c", "echo once"])
     codes = sorted(process.wait() for process in [subprocess.Popen(command, cwd=tmp_path) for _ in range(8)])
     assert codes == [0] + [75] * 7
     assert (tmp_path / "log.txt").read_text() == "once\n"
 
 
-def test_sigterm_reaches_the_command_alone_and_its_exit_code_is_kept(
+def test_sigterm_reaches_only_the_command_and_its_exit_code_is_stored(
     attempt: Attempt, until: Until, tmp_path: Path
 ) -> None:
     script = """
@@ -94,34 +92,32 @@ time.sleep(600)
     backend = LocalBackend()
     _start(backend, attempt, sys.executable, "-c", script)
     until(lambda: (tmp_path / "begun").exists())
-    attempt.ask("stop")
+    attempt.request_exit("stop")
     backend.stop(attempt)
     assert _end(backend, attempt, until) == Ended(143)
     assert (tmp_path / "log.txt").read_text() == "saved\n"
-    assert attempt.asked == "stop"
+    assert attempt.exit_request == "stop"
 
 
-def test_an_attempt_that_is_asked_to_leave_before_it_begins_never_does(
-    attempt: Attempt, until: Until, tmp_path: Path
-) -> None:
+def test_an_attempt_stopped_before_its_start_never_runs(attempt: Attempt, until: Until, tmp_path: Path) -> None:
     backend = LocalBackend()
-    attempt.ask("cancel")
+    attempt.request_exit("cancel")
     _start(backend, attempt, "touch", "ran")
     assert _end(backend, attempt, until) == Ended(None)
     assert not (tmp_path / "ran").exists()
 
 
-def test_one_that_is_asked_while_its_shell_begins_never_runs_its_command(attempt: Attempt, tmp_path: Path) -> None:
+def test_an_attempt_stopped_while_its_shell_starts_never_runs_its_command(attempt: Attempt, tmp_path: Path) -> None:
     # The shell has taken the folder, and has not looked yet whether it was asked.
-    text = wrapped(attempt, ["touch", "ran"])
+    text = shell_command(attempt, ["touch", "ran"])
     text[2] = text[2].replace("echo $$ >", 'printf pause >"$1/asked"; echo $$ >', 1)
     attempt.folder.parent.mkdir()
     assert subprocess.run(text, cwd=tmp_path).returncode == 143
-    assert (attempt.asked, attempt.exit_code) == ("pause", 143)
+    assert (attempt.exit_request, attempt.exit_code) == ("pause", 143)
     assert not (tmp_path / "ran").exists()
 
 
-def test_killing_ends_also_processes_that_have_left_the_session(attempt: Attempt, until: Until, tmp_path: Path) -> None:
+def test_killing_also_ends_processes_that_left_the_session(attempt: Attempt, until: Until, tmp_path: Path) -> None:
     script = f"""
 import subprocess, sys
 subprocess.Popen([sys.executable, "-c", {WAIT!r}], start_new_session=True).wait()
@@ -129,7 +125,7 @@ subprocess.Popen([sys.executable, "-c", {WAIT!r}], start_new_session=True).wait(
     backend = LocalBackend()
     _start(backend, attempt, sys.executable, "-c", script)
     until(lambda: (tmp_path / "begun").exists())
-    attempt.ask("cancel")
+    attempt.request_exit("cancel")
     backend.stop(attempt, kill=True)
     assert _end(backend, attempt, until) == Ended(None)
     assert not [process for process in psutil.process_iter() if _belongs(process, attempt)]
@@ -142,23 +138,23 @@ def _belongs(process: psutil.Process, attempt: Attempt) -> bool:
         return False
 
 
-def test_another_backend_takes_over_what_is_at_work(attempt: Attempt, until: Until, tmp_path: Path) -> None:
+def test_another_backend_adopts_running_attempts(attempt: Attempt, until: Until, tmp_path: Path) -> None:
     first, second = LocalBackend(), LocalBackend()
     _start(first, attempt, sys.executable, "-c", WAIT)
     until(lambda: (tmp_path / "begun").exists())
     assert second.adopt(attempt)
     assert second.poll(attempt) is None
-    attempt.ask("pause")
+    attempt.request_exit("pause")
     second.stop(attempt)
     assert _end(second, attempt, until) == Ended(143)
     assert first.poll(attempt) == Ended(143)
 
 
-def test_an_attempt_that_has_never_begun_is_nobody_to_take_over(attempt: Attempt) -> None:
+def test_an_attempt_that_never_started_cannot_be_adopted(attempt: Attempt) -> None:
     assert not LocalBackend().adopt(attempt)
 
 
-def test_a_number_that_another_process_has_by_now_is_not_taken_for_the_shell(attempt: Attempt) -> None:
+def test_a_reused_process_id_is_not_mistaken_for_the_shell(attempt: Attempt) -> None:
     attempt.folder.mkdir(parents=True)
     (attempt.folder / "wrapper").write_text(f"{os.getpid()}\n")
     (attempt.folder / "pid").write_text(f"{os.getpid()}\n")
@@ -169,14 +165,14 @@ def test_a_number_that_another_process_has_by_now_is_not_taken_for_the_shell(att
     assert backend.poll(attempt) == Ended(None)
 
 
-def test_a_trial_has_its_attempts_in_order(tmp_path: Path) -> None:
+def test_the_attempts_of_a_trial_are_listed_in_order(tmp_path: Path) -> None:
     for number in (10, 2, 0):
         Attempt.of(tmp_path, number).folder.mkdir(parents=True)
     assert [attempt.number for attempt in Attempt.all_of(tmp_path)] == [0, 2, 10]
     assert Attempt.all_of(tmp_path / "elsewhere") == []
 
 
-def test_trials_get_cards_of_their_own(tmp_path: Path, until: Until, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_trial_gets_separate_graphics_cards(tmp_path: Path, until: Until, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,7")
     backend = LocalBackend()
     attempts = [Attempt.of(tmp_path / str(number), 0) for number in range(2)]
@@ -184,7 +180,7 @@ def test_trials_get_cards_of_their_own(tmp_path: Path, until: Until, monkeypatch
         attempt.folder.parent.mkdir(parents=True)
         _start(backend, attempt, "sh", "-c", "echo $CUDA_VISIBLE_DEVICES; touch begun; exec sleep 600")
     until(lambda: all((tmp_path / str(number) / "begun").exists() for number in range(2)))
-    # Whoever takes over knows which ones are free.
+    # The adopting backend knows which cards are free.
     other = LocalBackend()
     third = Attempt.of(tmp_path / "2", 0)
     third.folder.parent.mkdir(parents=True)
@@ -198,7 +194,7 @@ def test_trials_get_cards_of_their_own(tmp_path: Path, until: Until, monkeypatch
     assert (backend.capacity(1), backend.capacity(2), backend.capacity(8)) == (3, 1, 1)
 
 
-def test_a_trial_whose_file_hides_the_cards_gets_none(
+def test_a_trial_whose_file_hides_graphics_cards_gets_none(
     attempt: Attempt, until: Until, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")

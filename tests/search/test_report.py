@@ -16,7 +16,16 @@ from hypothesis import strategies as st
 from dovetail.config import parse_config
 from dovetail.errors import ConfigError
 from dovetail.search.records import ExperimentRecord, TrialRecord, TrialState
-from dovetail.search.report import best_config, best_so_far, duration, flat, report, searched, to_yaml, varied
+from dovetail.search.report import (
+    best_config,
+    best_so_far,
+    duration,
+    flat,
+    report,
+    searched_names,
+    to_yaml,
+    varied_hparams,
+)
 
 START = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
 CONFIG: dict[str, Any] = {
@@ -91,12 +100,14 @@ class Page(HTMLParser):
 # ------------------------------------------------------------------ the page
 
 
-def test_the_page_has_a_row_for_every_trial(record: ExperimentRecord, tmp_path: Path) -> None:
+def test_the_report_page_has_a_row_for_every_trial(record: ExperimentRecord, tmp_path: Path) -> None:
     page = Page(report(record, tmp_path / "report.html")[0])
-    assert [having["data-trial"] for tag, having in page.tags if tag == "tr" and having] == list("012345")
+    assert [having["data-trial"] for tag, having in page.tags if tag == "tr" and having] == [
+        str(each.id) for each in record.trials
+    ]
 
 
-def test_the_page_says_that_the_metric_is_the_first_reported_one(tmp_path: Path) -> None:
+def test_the_page_states_that_the_metric_is_the_first_reported_one(tmp_path: Path) -> None:
     config = {**CONFIG, "searcher": {"name": "random", "max_trials": 4}}
     waiting = experiment(trial(0, {}), config=config)
     text = Page(report(waiting, tmp_path / "report.html")[0]).text
@@ -113,13 +124,13 @@ def test_the_page_says_that_the_metric_is_the_first_reported_one(tmp_path: Path)
     assert best_config(done)["searcher"] == {"name": "single"}
 
 
-def test_every_trial_is_in_the_three_pictures_of_trials(record: ExperimentRecord, tmp_path: Path) -> None:
+def test_every_trial_is_in_the_three_trial_charts(record: ExperimentRecord, tmp_path: Path) -> None:
     page = Page(report(record, tmp_path / "report.html")[0])
-    for number in range(6):
-        assert page.count("g", **{"data-trial": str(number)}) == 3
+    for each in record.trials:
+        assert page.count("g", **{"data-trial": str(each.id)}) == 3
 
 
-def test_the_page_asks_for_nothing_elsewhere(record: ExperimentRecord, tmp_path: Path) -> None:
+def test_the_page_loads_nothing_from_other_hosts(record: ExperimentRecord, tmp_path: Path) -> None:
     path = report(record, tmp_path / "report.html")[0]
     page = Page(path)
     sources = [having.get(name) for _, having in page.tags for name in ("src", "href", "xlink:href") if name in having]
@@ -127,7 +138,7 @@ def test_the_page_asks_for_nothing_elsewhere(record: ExperimentRecord, tmp_path:
     assert not re.search(r"url\(|@import|https?://", path.read_text(encoding="utf-8"))
 
 
-def test_images_lie_beside_the_page_and_are_of_its_name(record: ExperimentRecord, tmp_path: Path) -> None:
+def test_images_are_stored_beside_the_page_with_its_name(record: ExperimentRecord, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     written = report(record, tmp_path / "deep" / "page.html")
     assert [path.name for path in written] == [
@@ -139,7 +150,7 @@ def test_images_lie_beside_the_page_and_are_of_its_name(record: ExperimentRecord
 NASTY = "<script>alert('x')</script>&amp;\"$"
 
 
-def test_text_of_the_user_is_shown_as_text(tmp_path: Path) -> None:
+def test_user_text_is_escaped(tmp_path: Path) -> None:
     trials = [
         replace(
             trial(number, {10: 1.0 + number}, **{NASTY: f"{NASTY}{number}", "same": NASTY}),  # type: ignore[arg-type]
@@ -186,7 +197,7 @@ def test_only_the_script_of_the_page_may_run(record: ExperimentRecord, tmp_path:
     ],
     ids=["none", "running", "nan", "infinite", "zero", "huge", "wide", "mixed", "letters", "large integers", "many"],
 )
-def test_whatever_came_of_an_experiment_it_has_a_report(trials: list[TrialRecord], tmp_path: Path) -> None:
+def test_an_experiment_in_any_state_has_a_report(trials: list[TrialRecord], tmp_path: Path) -> None:
     page = Page(report(experiment(*trials), tmp_path / "report.html")[0])
     assert page.count("tr") == 1 + len(trials)
     drawn = [
@@ -212,19 +223,35 @@ def test_importance_finds_the_hyperparameter_that_matters(tmp_path: Path) -> Non
     assert int(matters[1]) > 80
 
 
-def test_too_few_completed_trials_are_said_to_be(tmp_path: Path) -> None:
+def test_a_chart_that_cannot_be_drawn_is_a_sentence_without_a_panel(tmp_path: Path) -> None:
     trials = [*(trial(n, {10: 1.0 + n}) for n in range(3)), trial(3, {10: 1.0}, "STOPPED"), trial(4, {}, "ERROR")]
     page = Page(report(experiment(*trials), tmp_path / "report.html")[0])
-    assert "Needs at least 5 completed trials with a value of loss; there are 3." in page.text
+    sentence = "Importance of hyperparameters: This needs at least 5 trials with a value of loss; there are 4."
+    assert sentence in page.text
+    assert page.count("section", id="importance") == 0
+    assert page.count("section", id="config", **{"class": "wide"}) == 1
 
 
-def test_trials_that_do_not_differ_have_no_importance(tmp_path: Path) -> None:
+def test_trials_stopped_early_are_compared_after_equally_many_batches(tmp_path: Path) -> None:
+    # The hyperparameter decides the value after 10 batches; only the long trials have small values in the end.
+    trials = [
+        trial(n, {10: float(n % 5)} | ({20: 0.0} if n in (3, 4) else {}), "STOPPED", matters=n % 5, does_not=7 * n % 11)
+        for n in range(40)
+    ]
+    page = Page(report(experiment(*trials), tmp_path / "report.html")[0])
+    assert "Estimated from 40 trials after 10 batches, because few were completed." in page.text
+    assert page.count("section", id="importance") == 1
+    shares = [int(share) for share in re.findall(r"(\d+) %", page.text)]
+    assert shares[0] > 90
+
+
+def test_equal_trials_have_no_importance(tmp_path: Path) -> None:
     trials = [trial(number, {10: 1.0 + number}, lr=0.1) for number in range(6)]
     page = Page(report(experiment(*trials), tmp_path / "report.html")[0])
-    assert "The completed trials do not differ in their hyperparameters." in page.text
+    assert "The trials do not differ in their hyperparameters." in page.text
 
 
-def test_nothing_is_printed_and_no_log_level_changes(
+def test_writing_a_report_prints_nothing_and_changes_no_log_level(
     record: ExperimentRecord, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     optuna = pytest.importorskip("optuna")
@@ -237,7 +264,7 @@ def test_nothing_is_printed_and_no_log_level_changes(
 # ------------------------------------------------------------------ the best configuration
 
 
-def test_the_best_configuration_is_one_trial_with_those_hyperparameters(record: ExperimentRecord) -> None:
+def test_the_best_configuration_is_a_single_trial_with_the_best_values(record: ExperimentRecord) -> None:
     assert best_config(record) == {
         "name": "demo",
         "entrypoint": "python3 train.py",
@@ -246,13 +273,13 @@ def test_the_best_configuration_is_one_trial_with_those_hyperparameters(record: 
     }
 
 
-def test_the_page_has_it_ready_to_copy(record: ExperimentRecord, tmp_path: Path) -> None:
+def test_the_page_shows_the_best_configuration_for_copying(record: ExperimentRecord, tmp_path: Path) -> None:
     text = report(record, tmp_path / "report.html")[0].read_text(encoding="utf-8")
     shown = re.findall(r'<pre id="yaml">(.*?)</pre>', text, re.DOTALL)[0]
     assert parse_config(shown) == best_config(record)
 
 
-def test_without_a_value_no_trial_is_the_best() -> None:
+def test_without_a_metric_value_there_is_no_best_trial() -> None:
     with pytest.raises(ConfigError, match="experiment 3: no trial has reported 'loss', so there is no best trial"):
         best_config(experiment(trial(0, {}, "ERROR")))
 
@@ -271,31 +298,31 @@ _PLAIN = st.recursive(
 
 @settings(deadline=None, max_examples=300)
 @given(value=_PLAIN)
-def test_yaml_is_read_back_as_it_was(value: Any) -> None:
+def test_the_best_configuration_survives_a_yaml_round_trip(value: Any) -> None:
     assert parse_config(to_yaml({"value": value})) == {"value": value}
 
 
 # ------------------------------------------------------------------ small things
 
 
-def test_the_best_so_far_never_gets_worse() -> None:
+def test_the_best_so_far_curve_is_monotonic() -> None:
     losses = [3.0, 5.0, 2.0, 2.5]
     record = experiment(*(trial(number, {10: loss}) for number, loss in enumerate(losses)), trial(4, {}, "ERROR"))
-    assert best_so_far(record) == {0: 3.0, 1: 3.0, 2: 2.0, 3: 2.0}
+    assert best_so_far(record) == {100: 3.0, 101: 3.0, 102: 2.0, 103: 2.0}
     larger = replace(record, config={"searcher": {"metric": "loss", "smaller_is_better": False}})
-    assert best_so_far(larger) == {0: 3.0, 1: 5.0, 2: 5.0, 3: 5.0}
+    assert best_so_far(larger) == {100: 3.0, 101: 5.0, 102: 5.0, 103: 5.0}
 
 
-def test_hyperparameters_that_vary_are_told_from_those_that_are_searched() -> None:
+def test_varying_hyperparameters_are_distinguished_from_searched_ones() -> None:
     record = experiment(trial(0, {10: 1.0}), trial(1, {10: 1.0}))
-    assert varied(record.trials) == {"lr": [0.1, 0.01], "model.width": [2, 4]}
-    assert searched(record) == {"lr", "model.width"}
+    assert varied_hparams(record.trials) == {"lr": [0.1, 0.01], "model.width": [2, 4]}
+    assert searched_names(record) == {"lr", "model.width"}
 
 
 def test_nested_hyperparameters_have_dotted_names() -> None:
     assert flat({"a": {"b": {"c": 1}}, "d": {}, "e": [1]}) == {"a.b.c": 1, "d": {}, "e": [1]}
 
 
-def test_what_has_not_begun_has_no_duration() -> None:
+def test_a_trial_that_has_not_started_has_no_duration() -> None:
     assert duration(None, None) is None
     assert duration(START, START + timedelta(seconds=61.4)) == timedelta(seconds=61)

@@ -15,7 +15,7 @@ from dovetail.core.train import TrainContext, read_metrics
 from dovetail.search.reports import METRICS, Reports, number, parse_report
 
 
-def test_what_the_core_api_writes_is_read_without_torch_as_it_reads_it_itself(tmp_path: Path) -> None:
+def test_core_api_reports_are_read_without_torch(tmp_path: Path) -> None:
     context = TrainContext(tmp_path)
     context.report_validation_metrics(3, {"loss": 0.5, "worst": math.inf})
     context.report_progress(0.5)
@@ -26,7 +26,7 @@ def test_what_the_core_api_writes_is_read_without_torch_as_it_reads_it_itself(tm
     assert rows[1:] == expected[1:]
 
 
-def test_every_line_is_read_once_and_when_it_is_finished(tmp_path: Path) -> None:
+def test_every_report_line_is_read_once_when_it_is_complete(tmp_path: Path) -> None:
     path, found = tmp_path / METRICS, []
     reports = Reports(path)
     text = b'{"progress": 0.25}\n{"progress": 0.5}\n'
@@ -36,13 +36,13 @@ def test_every_line_is_read_once_and_when_it_is_finished(tmp_path: Path) -> None
     assert [rows for rows in found if rows] == [[0.25], [0.5]]
 
 
-def test_lines_that_are_no_reports_are_passed_over(tmp_path: Path) -> None:
+def test_lines_that_are_not_reports_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / METRICS
     path.write_bytes(b'rubbish\n[1]\n\xff\xfe\n\n{"progress": 1}\n')
     assert list(Reports(path).read()) == [{"progress": 1}]
 
 
-def test_rejected_lines_have_their_number_and_a_reason(tmp_path: Path) -> None:
+def test_rejected_lines_have_a_number_and_a_reason(tmp_path: Path) -> None:
     path = tmp_path / METRICS
     path.write_bytes(b'rubbish\n\n{"progress": 1}\n[1]\n')
     reports = Reports(path)
@@ -71,12 +71,12 @@ def test_a_line_that_is_too_long_is_skipped_in_parts(tmp_path: Path, monkeypatch
     st.binary() | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(lambda it: json.dumps(it).encode())
 )
 @settings(max_examples=30)
-def test_any_line_is_a_report_or_a_value_error(line: bytes) -> None:
+def test_any_line_is_a_report_or_raises_a_value_error(line: bytes) -> None:
     with suppress(ValueError):
         assert isinstance(parse_report(line), dict)
 
 
-def test_a_file_that_is_begun_anew_is_read_from_its_start(tmp_path: Path) -> None:
+def test_a_rewritten_file_is_read_from_its_start(tmp_path: Path) -> None:
     path = tmp_path / METRICS
     reports = Reports(path)
     path.write_text('{"progress": 0.25}\n{"progress": 0.5}\n')

@@ -44,7 +44,7 @@ def _is_waiting(store: Store, record: ExperimentRecord) -> bool:
 # ------------------------------------------------------------------ to the end
 
 
-def test_trials_report_their_metric_and_the_best_of_them_is_found(lab: Any) -> None:
+def test_trials_report_their_metric_and_the_best_trial_is_found(lab: Any) -> None:
     done = lab.run("report(1, hparams['lr']); report(2, hparams['lr'] / 2)", "grid", hyperparameters=GRID)
     assert done.state == "COMPLETED"
     assert done.ended is not None
@@ -55,12 +55,12 @@ def test_trials_report_their_metric_and_the_best_of_them_is_found(lab: Any) -> N
     assert (done.best_trial.number, done.best_trial.best, done.best_trial.best_at) == (0, 0.05, 2)
 
 
-def test_of_two_reports_about_the_same_step_the_later_one_counts(lab: Any) -> None:
+def test_the_later_of_two_reports_for_one_step_is_used(lab: Any) -> None:
     done = lab.run("report(1, 0.5); report(1, 0.4)")
     assert done.trials[0].values == {1: 0.4}
 
 
-def test_a_metric_that_is_not_a_number_is_kept_and_never_the_best(lab: Any) -> None:
+def test_a_metric_of_nan_is_stored_and_never_the_best(lab: Any) -> None:
     done = lab.run("report(1, 'NaN'); report(2, 3.0)")
     assert str(done.trials[0].values) == "{1: nan, 2: 3.0}"
     assert done.trials[0].best == 3.0
@@ -74,9 +74,7 @@ def test_a_metric_that_is_not_a_number_is_kept_and_never_the_best(lab: Any) -> N
         ("write({'group': 'training', 'steps_completed': 1, 'metrics': {'loss': 1}})", "in the group 'training' only"),
     ],
 )
-def test_a_trial_that_never_reports_the_metric_fails_and_says_how_to_report_it(
-    lab: Any, script: str, found: str
-) -> None:
+def test_a_trial_that_never_reports_the_metric_fails_with_a_remedy(lab: Any, script: str, found: str) -> None:
     done = lab.run(script)
     (trial,) = done.trials
     assert (done.state, trial.state, trial.restarts, _codes(done)) == ("ERROR", "ERROR", 0, [0])
@@ -107,7 +105,7 @@ for step in (1, 2):
 
 
 @pytest.mark.parametrize("metrics", [{}, {"epochs": 1, "matrix": [1, 2]}])
-def test_without_a_metric_a_trial_must_report_some_number(lab: Any, metrics: dict[str, Any]) -> None:
+def test_without_a_metric_a_trial_must_report_a_number(lab: Any, metrics: dict[str, Any]) -> None:
     script = f"write({{'group': 'validation', 'steps_completed': 1, 'metrics': {metrics}}})"
     record = lab.create(script, {"name": "single", "metric": None})
     (trial,) = Runner(lab.store, record.id).run().trials
@@ -118,7 +116,7 @@ def test_without_a_metric_a_trial_must_report_some_number(lab: Any, metrics: dic
     )
 
 
-def test_the_next_runner_knows_the_first_reported_metric(lab: Any, detached: Any, until: Until) -> None:
+def test_the_next_runner_uses_the_first_reported_metric(lab: Any, detached: Any, until: Until) -> None:
     script = """
 name = ("mse", "late")[attempt]
 write({"group": "validation", "steps_completed": attempt + 1, "metrics": {name: 0.5, "mse": 0.25}})
@@ -151,9 +149,7 @@ pathlib.Path(os.environ["DOVETAIL_ATTEMPT"], "../../metrics.jsonl").write_text(j
         ("json.load(open(os.environ['DOVETAIL_TRIAL']))", "COMPLETED"),
     ],
 )
-def test_a_trial_that_never_reads_a_hyperparameter_fails_and_says_how_to_read_it(
-    lab: Any, script: str, state: str
-) -> None:
+def test_a_trial_that_reads_no_hyperparameter_fails_with_a_remedy(lab: Any, script: str, state: str) -> None:
     record = lab.create("", "grid", hyperparameters={"lr": {"type": "categorical", "vals": [0.1]}, "width": 8})
     (record.directory / "code" / "trial.py").write_text(_REPORT + script)
     (trial,) = Runner(lab.store, record.id).run().trials
@@ -164,13 +160,13 @@ def test_a_trial_that_never_reads_a_hyperparameter_fails_and_says_how_to_read_it
         assert "get_cluster_info().hparams" in trial.reason
 
 
-def test_where_nothing_is_searched_no_hyperparameter_needs_to_be_read(lab: Any) -> None:
+def test_without_a_search_no_hyperparameter_needs_to_be_read(lab: Any) -> None:
     record = lab.create("", hyperparameters={"lr": 0.1})
     (record.directory / "code" / "trial.py").write_text(_REPORT)
     assert Runner(lab.store, record.id).run().trials[0].state == "COMPLETED"
 
 
-def test_a_paused_trial_that_has_not_reported_yet_has_not_failed(lab: Any, detached: Any, until: Until) -> None:
+def test_a_paused_trial_without_reports_has_not_failed(lab: Any, detached: Any, until: Until) -> None:
     script = """
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 if attempt == 0:
@@ -187,7 +183,7 @@ report(1, 0.5)
 
 
 @pytest.mark.parametrize("epochs", ["'NaN'", "'Infinity'", "None", "-1", "1e300"])
-def test_a_metric_without_a_time_is_kept_and_the_experiment_warns(lab: Any, epochs: str) -> None:
+def test_a_metric_without_a_step_is_stored_with_a_warning(lab: Any, epochs: str) -> None:
     searcher = {"name": "async_halving", "num_rungs": 1, "max_trials": 2, "max_length": {"epochs": 4}}
     done = lab.run(f"report(1, 0.5, epochs={epochs})", searcher)
     assert [(trial.state, trial.values) for trial in done.trials] == [("COMPLETED", {1: 0.5})] * 2
@@ -216,7 +212,7 @@ _BAD_LINES = {
 }
 
 
-def test_a_line_that_is_no_report_is_named_in_the_log_and_the_experiment_continues(lab: Any) -> None:
+def test_an_invalid_report_line_is_logged_and_the_experiment_continues(lab: Any) -> None:
     lines = b"\n".join(_BAD_LINES.values()) + b"\n"
     record = lab.create("report(1, 0.5)\n(folder / 'metrics.jsonl').open('ab').write(Path('lines').read_bytes())")
     (record.directory / "code" / "lines").write_bytes(lines)
@@ -228,7 +224,7 @@ def test_a_line_that_is_no_report_is_named_in_the_log_and_the_experiment_continu
         assert line.startswith(f"dovetail: metrics.jsonl, line {number}: {reason.rstrip(';')}"), line
 
 
-def test_a_rejected_line_is_named_once_though_two_runners_read_it(lab: Any, detached: Any, until: Until) -> None:
+def test_an_invalid_report_line_is_logged_once_by_two_runners(lab: Any, detached: Any, until: Until) -> None:
     script = "write([1])\nwait() if attempt == 0 else report(1, 0.5)"
     record = lab.create(script)
     process = detached(record)
@@ -245,14 +241,14 @@ def _log_of(store: Store, record: ExperimentRecord) -> str:
 
 
 @pytest.mark.parametrize("make", ["os.mkfifo(path)", "os.mkdir(path)", "os.symlink('/dev/zero', path)"])
-def test_a_trial_whose_reports_cannot_be_read_fails_alone(lab: Any, make: str) -> None:
+def test_a_trial_with_unreadable_reports_fails_alone(lab: Any, make: str) -> None:
     script = f"path = folder / 'metrics.jsonl'\nif hparams['lr'] == 0.1: {make}\nelse: report(1, hparams['lr'])"
     done = lab.run(script, "grid", hyperparameters=GRID)
     assert [trial.state for trial in done.trials] == ["ERROR", "COMPLETED", "COMPLETED"]
     assert "its reports cannot be read" in str(done.trials[0].reason)
 
 
-def test_a_trial_knows_who_it_is(lab: Any) -> None:
+def test_a_trial_receives_its_id_in_its_environment(lab: Any) -> None:
     done = lab.run(
         "print(json.dumps([info, os.environ['DOVETAIL_HOME'], os.environ['COLOUR'], os.environ['OMP_NUM_THREADS']]))",
         hyperparameters={"net": {"width": 8}},
@@ -272,14 +268,14 @@ def test_a_trial_knows_who_it_is(lab: Any) -> None:
     assert int(threads) >= 1
 
 
-def test_trials_run_in_the_copy_of_the_code(lab: Any) -> None:
+def test_trials_run_in_the_code_snapshot(lab: Any) -> None:
     record = lab.create("import helper; report(1, helper.LOSS)")
     (record.directory / "code" / "helper.py").write_text("LOSS = 0.25")
     (lab.folder / "code" / "trial.py").write_text("raise SystemExit(1)")
     assert Runner(lab.store, record.id).run().trials[0].best == 0.25
 
 
-def test_no_more_trials_are_at_work_than_there_are_slots_for(lab: Any) -> None:
+def test_the_number_of_running_trials_does_not_exceed_the_slots(lab: Any) -> None:
     script = """
 place = folder.parent / "at_work"
 place.mkdir(exist_ok=True)
@@ -296,13 +292,13 @@ print(len(list(place.iterdir())))
     assert max(int((trial.directory / "log.txt").read_text()) for trial in done.trials) == 2
 
 
-def test_an_experiment_that_is_over_is_left_alone(lab: Any) -> None:
+def test_a_finished_experiment_is_not_run_again(lab: Any) -> None:
     done = lab.run("report(1, 0.5)")
     assert Runner(lab.store, done.id).run() == done
     assert _codes(done) == [0]
 
 
-def test_an_observer_is_shown_the_experiment_while_it_runs_and_at_the_end(lab: Any) -> None:
+def test_an_observer_receives_the_experiment_during_and_after_the_run(lab: Any) -> None:
     seen: list[ExperimentRecord] = []
     record = lab.create(
         "write({'group': 'training', 'steps_completed': 7, 'metrics': {}})\n"
@@ -324,7 +320,7 @@ def test_an_observer_is_shown_the_experiment_while_it_runs_and_at_the_end(lab: A
     assert seen[-1].state == "COMPLETED"
 
 
-def test_trials_lie_where_checkpoints_are_stored_and_are_found_in_the_experiment_too(lab: Any) -> None:
+def test_trials_are_in_the_checkpoint_storage_and_linked_in_the_experiment(lab: Any) -> None:
     done = lab.run("report(1, 0.5)", checkpoint_storage={"type": "directory", "container_path": f"{lab.folder}/far"})
     trial = done.trials[0]
     assert trial.directory.parent.parent == lab.folder / "far"
@@ -370,7 +366,7 @@ STOPPING = {"max_time": 4, "time_metric": "batches", "divisor": 2}
         ),
     ],
 )
-def test_every_searcher_comes_to_an_end(lab: Any, name: str, options: dict[str, Any]) -> None:
+def test_every_searcher_terminates(lab: Any, name: str, options: dict[str, Any]) -> None:
     lr: Any = {"type": "double", "minval": 0, "maxval": 1, "count": 4}
     done = lab.run(TRAINED, {"name": name, **options}, hyperparameters={"lr": 0.5 if name == "single" else lr})
     assert done.state == "COMPLETED"
@@ -384,7 +380,7 @@ def test_every_searcher_comes_to_an_end(lab: Any, name: str, options: dict[str, 
 # ------------------------------------------------------------------ failures
 
 
-def test_a_trial_that_fails_is_started_again_until_it_has_failed_too_often(lab: Any) -> None:
+def test_a_failing_trial_is_restarted_up_to_its_limit(lab: Any) -> None:
     done = lab.run("print('the loss exploded at', attempt); sys.exit(3)", max_restarts=2)
     trial = done.trials[0]
     assert (trial.state, trial.restarts, _codes(done)) == ("ERROR", 2, [3, 3, 3])
@@ -395,7 +391,7 @@ def test_a_trial_that_fails_is_started_again_until_it_has_failed_too_often(lab: 
 MISTAKE = "hparams['learning_rate']"
 
 
-def test_a_trial_that_fails_twice_in_the_same_way_without_progress_is_given_up(lab: Any) -> None:
+def test_a_trial_that_fails_twice_equally_without_progress_is_not_restarted(lab: Any) -> None:
     done = lab.run(MISTAKE)
     trial = done.trials[0]
     assert (trial.state, trial.restarts, _codes(done)) == ("ERROR", 1, [1, 1])
@@ -414,21 +410,23 @@ def test_a_trial_that_fails_twice_in_the_same_way_without_progress_is_given_up(l
         # Another exit code, another error.
         ("sys.exit(1 + attempt)", [1, 2, 3, 4]),
         ("raise ValueError(attempt)", [1, 1, 1, 1]),
-        # Where an object lies says nothing.
+        # The address of an object is not part of the failure.
         ("raise ValueError(object())", [1, 1]),
-        # Nobody's mistake.
+        # An interruption is not a failure of the trial.
         ("os.kill(os.getpid(), signal.SIGKILL)", [137, 137, 137, 137]),
         ("os.kill(os.getppid(), signal.SIGKILL); wait()", [None, None, None, None]),
         # Not in a row.
         (f"if attempt == 1: os.kill(os.getpid(), signal.SIGKILL)\n{MISTAKE}", [1, 137, 1, 1]),
     ],
 )
-def test_only_the_same_failure_at_the_same_place_counts(lab: Any, script: str, codes: list[int | None]) -> None:
+def test_only_an_equal_failure_at_the_same_step_counts_as_repeated(
+    lab: Any, script: str, codes: list[int | None]
+) -> None:
     done = lab.run(script, max_restarts=3)
     assert (done.trials[0].state, _codes(done)) == ("ERROR", codes)
 
 
-def test_a_new_checkpoint_is_progress(lab: Any) -> None:
+def test_a_new_checkpoint_counts_as_progress(lab: Any) -> None:
     for steps in (1, 2, 3):
         _stored(lab.folder / "given", steps)
     copied = f"shutil.copytree({str(lab.folder / 'given')!r} + f'/ck_{{attempt + 1}}', folder / f'ck_{{attempt + 1}}')"
@@ -436,7 +434,7 @@ def test_a_new_checkpoint_is_progress(lab: Any) -> None:
     assert (done.trials[0].state, _codes(done)) == ("ERROR", [1, 1, 1, 1])
 
 
-def test_a_failure_is_remembered_by_the_next_runner(lab: Any, detached: Any, until: Until) -> None:
+def test_a_failure_is_known_to_the_next_runner(lab: Any, detached: Any, until: Until) -> None:
     waits = "(folder / 'is_waiting').touch()\n    while not (folder / 'go').exists(): time.sleep(0.01)"
     script = f"if attempt == 1:\n    {waits}\n{MISTAKE}"
     record = lab.create(script)
@@ -448,9 +446,9 @@ def test_a_failure_is_remembered_by_the_next_runner(lab: Any, detached: Any, unt
     assert (done.trials[0].state, _codes(done)) == ("ERROR", [1, 1])
 
 
-def test_an_attempt_that_two_runners_have_looked_at_has_failed_once(lab: Any) -> None:
+def test_an_attempt_seen_by_two_runners_fails_once(lab: Any) -> None:
     class Killed(BaseException):
-        """Stands for a signal that ends the runner."""
+        """Simulates a signal that ends the runner."""
 
     class Dying(LocalBackend):
         def start(self, attempt: Attempt, *arguments: Any) -> None:
@@ -479,7 +477,7 @@ def test_an_attempt_that_two_runners_have_looked_at_has_failed_once(lab: Any) ->
             "KeyError: 'a'",
         ),
         ("try:\n    {}['a']\nexcept KeyError:\n    raise ValueError('b')", "ValueError: b"),
-        # It went on after that error.
+        # The run continued after that error.
         (
             "import traceback\ntry:\n    {}['a']\nexcept KeyError: traceback.print_exc()\n"
             "print('epoch\\n' * 30)\nsys.exit('enough')",
@@ -489,7 +487,7 @@ def test_an_attempt_that_two_runners_have_looked_at_has_failed_once(lab: Any) ->
         ("if attempt == 0: raise ValueError('too much')\nsys.exit('enough')", "enough"),
     ],
 )
-def test_the_reason_of_a_failure_is_its_error(lab: Any, script: str, words: str) -> None:
+def test_the_failure_reason_of_a_trial_is_its_error(lab: Any, script: str, words: str) -> None:
     reason = lab.run(script, max_restarts=1).trials[0].reason
     assert reason is not None
     assert reason.endswith(f": {words}")
@@ -503,19 +501,19 @@ def test_a_trial_that_fails_once_completes(lab: Any) -> None:
     )
 
 
-def test_one_trial_that_fails_does_not_fail_the_experiment(lab: Any) -> None:
+def test_one_failed_trial_does_not_fail_the_experiment(lab: Any) -> None:
     done = lab.run("report(1, 0.5); sys.exit(hparams['lr'] == 0.1)", "grid", hyperparameters=GRID, max_restarts=0)
     assert done.state == "COMPLETED"
     assert [trial.state for trial in done.trials] == ["ERROR", "COMPLETED", "COMPLETED"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_signal_that_nobody_here_has_sent_is_a_failure(lab: Any, number: int) -> None:
+def test_an_external_signal_is_a_failure(lab: Any, number: int) -> None:
     done = lab.run(f"if attempt == 0: os.kill(os.getpid(), {int(number)})\nreport(1, 0.5)")
     assert (done.trials[0].state, done.trials[0].restarts, _codes(done)) == ("COMPLETED", 1, [128 + number, 0])
 
 
-def test_a_trial_whose_shell_is_killed_is_started_again_and_leaves_nothing_behind(lab: Any) -> None:
+def test_a_trial_whose_shell_is_killed_is_restarted_without_leftovers(lab: Any) -> None:
     script = """
 if attempt == 0:
     (folder / "child").write_text(str(os.getpid()))
@@ -529,7 +527,7 @@ report(1, 0.5)
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
-def test_what_is_reported_again_after_a_restart_is_told_to_the_searcher_once(lab: Any) -> None:
+def test_reports_repeated_after_a_restart_reach_the_searcher_once(lab: Any) -> None:
     told: list[tuple[int, int, float]] = []
 
     class Listening(Searcher):
@@ -548,7 +546,7 @@ def test_what_is_reported_again_after_a_restart_is_told_to_the_searcher_once(lab
     assert told == [(0, 1, 0.5), (0, 2, 0.4), (0, 3, 0.3)]
 
 
-def test_a_trial_with_hyperparameters_that_cannot_work_is_replaced(lab: Any) -> None:
+def test_a_trial_with_invalid_hyperparameters_is_replaced(lab: Any) -> None:
     script = "write({'exited': 'INVALID_HP'}) if folder.name == 'trial_1' else report(1, 0.5)"
     ranges = {"lr": {"type": "double", "minval": 0, "maxval": 1}}
     done = lab.run(script, {"name": "random", "max_trials": 2}, hyperparameters=ranges)
@@ -565,7 +563,7 @@ def _stored(folder: Path, steps: int) -> Path:
     return save(folder / f"ck_{steps}", {"weight": [steps]}, summary={"batches": steps})
 
 
-def test_a_trial_goes_on_from_its_newest_checkpoint_that_is_whole(lab: Any) -> None:
+def test_a_trial_continues_from_its_newest_intact_checkpoint(lab: Any) -> None:
     for steps in (1, 2, 3):
         _stored(lab.folder / "given", steps)
     (lab.folder / "given" / "ck_3" / "state.json").write_text("{}")
@@ -579,7 +577,7 @@ if attempt == 0:
     assert (trial.directory / "from").read_text() == str(trial.directory / "ck_2")
 
 
-def test_a_script_of_the_core_api_is_given_the_id_of_its_newest_checkpoint(lab: Any) -> None:
+def test_a_core_api_script_receives_the_id_of_its_newest_checkpoint(lab: Any) -> None:
     from dovetail.core.checkpoint import CheckpointContext
 
     context = CheckpointContext(lab.folder / "given")
@@ -603,7 +601,7 @@ if attempt == 0:
 
 
 class Following(Searcher):
-    """The second trial begins with the checkpoint of the first."""
+    """The second trial starts from the checkpoint of the first."""
 
     def __init__(self) -> None:
         self.num_ended = 0
@@ -620,7 +618,7 @@ class Following(Searcher):
         return self.num_ended > 1
 
 
-def test_a_trial_may_begin_with_the_checkpoint_of_another(lab: Any) -> None:
+def test_a_trial_may_start_from_the_checkpoint_of_another_trial(lab: Any) -> None:
     searchers.register("following", SearcherKind(lambda config, space, seed: Following()))
     _stored(lab.folder / "given", 4)
     script = f"""
@@ -634,14 +632,14 @@ else:
     assert (second.directory / "from").read_text() == str(first.directory / "ck_4")
 
 
-def test_all_trials_may_begin_with_a_checkpoint_of_an_earlier_experiment(lab: Any) -> None:
+def test_all_trials_may_start_from_a_checkpoint_of_an_earlier_experiment(lab: Any) -> None:
     _stored(lab.folder / "given", 4)
     first = lab.run(f"shutil.copytree({str(lab.folder / 'given')!r}, folder, dirs_exist_ok=True)").trials[0]
     second = lab.run("print(info['latest_checkpoint'])", {"name": "single", "source_trial_id": first.id}).trials[0]
     assert (second.directory / "log.txt").read_text().strip() == str(first.directory / "ck_4")
 
 
-def test_a_trial_without_a_checkpoint_to_begin_with_is_warned_about(lab: Any) -> None:
+def test_a_missing_source_checkpoint_warns(lab: Any) -> None:
     first = lab.run("report(1, 0.5)").trials[0]
     done = lab.run("report(1, 0.5)", {"name": "single", "source_trial_id": first.id})
     assert done.trials[0].state == "COMPLETED"
@@ -649,7 +647,7 @@ def test_a_trial_without_a_checkpoint_to_begin_with_is_warned_about(lab: Any) ->
     assert done.warnings == (expected,)
 
 
-def test_checkpoints_that_no_rule_keeps_are_removed_when_a_trial_has_ended(lab: Any) -> None:
+def test_checkpoints_that_no_rule_keeps_are_removed_at_the_end_of_a_trial(lab: Any) -> None:
     for steps in (1, 2, 3, 4):
         _stored(lab.folder / "given", steps)
     script = f"""
@@ -666,13 +664,13 @@ report(1, 0.5), report(2, hparams["lr"]), report(3, 0.6)
     assert left == [["ck_2"], ["ck_2"], []]
 
 
-def test_of_damaged_checkpoints_the_newest_that_is_whole_stays(lab: Any) -> None:
+def test_the_newest_intact_checkpoint_is_kept_among_damaged_ones(lab: Any) -> None:
     for steps in (1, 2, 3):
         _stored(lab.folder / "given", steps)
     (lab.folder / "given" / "ck_3" / "state.json").write_text("{}")
     script = f"shutil.copytree({str(lab.folder / 'given')!r}, folder, dirs_exist_ok=True)"
     trial = lab.run(script, checkpoint_storage={"save_trial_latest": 1}).trials[0]
-    # The damaged one is left to whoever wants to look at it.
+    # The damaged checkpoint is kept for inspection.
     assert sorted(path.name for path in trial.directory.glob("ck_*")) == ["ck_2", "ck_3"]
     found = latest_checkpoint(trial.directory)
     assert found is not None
@@ -682,7 +680,7 @@ def test_of_damaged_checkpoints_the_newest_that_is_whole_stays(lab: Any) -> None
 # ------------------------------------------------------------------ progress and secrets
 
 
-def test_progress_is_shown_while_a_trial_runs_and_kept(lab: Any) -> None:
+def test_progress_is_shown_while_a_trial_runs_and_stored(lab: Any) -> None:
     seen: list[float | None] = []
     script = "write({'progress': 0.25})\nwhile not (folder / 'seen').exists(): time.sleep(0.01)\nwrite({'progress': 1})"
     record = lab.create(script)
@@ -698,7 +696,7 @@ def test_progress_is_shown_while_a_trial_runs_and_kept(lab: Any) -> None:
     assert done.trials[0].progress == 1
 
 
-def test_the_status_of_a_trial_is_shown_while_it_runs_and_kept(lab: Any) -> None:
+def test_the_status_of_a_trial_is_shown_while_it_runs_and_stored(lab: Any) -> None:
     seen: list[str | None] = []
     wait = "while not (folder / 'seen').exists(): time.sleep(0.01)"
     record = lab.create(f"write({{'status': 'downloading'}})\n{wait}\nwrite({{'status': 'x' * 1000}})")
@@ -715,7 +713,7 @@ def test_the_status_of_a_trial_is_shown_while_it_runs_and_kept(lab: Any) -> None
     assert done.trials[0].status == "x" * 199 + "…"
 
 
-def test_those_who_look_at_the_store_see_progress_too(lab: Any, until: Until, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readers_of_the_store_see_progress_too(lab: Any, until: Until, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "_SHOWN_EVERY", 0.0)
     go = lab.folder / "go"
     script = "write({'progress': 0.25})\n" + f"while not os.path.exists({str(go)!r}): time.sleep(0.01)"
@@ -736,7 +734,7 @@ def test_those_who_look_at_the_store_see_progress_too(lab: Any, until: Until, mo
 
 
 @pytest.mark.filterwarnings("ignore:keys without an effect here")
-def test_secrets_are_for_the_trial_and_in_no_record(lab: Any) -> None:
+def test_secrets_reach_the_trial_and_are_in_no_record(lab: Any) -> None:
     done = lab.run(
         "report(1, 0.5); (folder / 'heard').write_text(os.environ['TOKEN'] + json.dumps(info))",
         environment={"environment_variables": {"TOKEN": "tree-frog"}},
@@ -776,7 +774,7 @@ report(4, info["trial_id"])
 
 
 @pytest.mark.parametrize("code", [143, 0, 1])
-def test_a_trial_that_the_searcher_has_seen_enough_of_saves_and_leaves(lab: Any, code: int) -> None:
+def test_a_trial_stopped_by_the_searcher_saves_and_exits(lab: Any, code: int) -> None:
     done = lab.run(
         STOPPED.replace("CODE", str(code)),
         {**HALVING, "time_metric": "batches", "max_concurrent_trials": 1},
@@ -803,7 +801,7 @@ if attempt == 0:
 """
 
 
-def test_a_paused_experiment_goes_on_where_it_was(lab: Any, detached: Any, until: Until) -> None:
+def test_a_paused_experiment_continues(lab: Any, detached: Any, until: Until) -> None:
     record = lab.create(SLOW)
     process = detached(record)
     until(lambda: _is_waiting(lab.store, record))
@@ -817,9 +815,7 @@ def test_a_paused_experiment_goes_on_where_it_was(lab: Any, detached: Any, until
     assert _codes(done) == [143, 0]
 
 
-def test_a_script_that_leaves_with_code_0_when_it_is_paused_says_so_by_a_file(
-    lab: Any, detached: Any, until: Until
-) -> None:
+def test_a_paused_script_that_exits_with_0_reports_it_by_a_file(lab: Any, detached: Any, until: Until) -> None:
     script = SLOW.replace("sys.exit(143)", "Path(os.environ['DOVETAIL_ATTEMPT'], 'preempted').touch(); sys.exit(0)")
     record = lab.create(script)
     process = detached(record)
@@ -831,7 +827,7 @@ def test_a_script_that_leaves_with_code_0_when_it_is_paused_says_so_by_a_file(
 
 
 @pytest.mark.parametrize(("wish", "saves"), [("cancel", True), ("kill", False)])
-def test_a_canceled_experiment_is_over(lab: Any, detached: Any, until: Until, wish: str, saves: bool) -> None:
+def test_a_canceled_experiment_is_finished(lab: Any, detached: Any, until: Until, wish: str, saves: bool) -> None:
     record = lab.create(SLOW if saves else SLOW.replace("sys.exit(143)", "wait()"))
     process = detached(record)
     until(lambda: _is_waiting(lab.store, record))
@@ -843,7 +839,7 @@ def test_a_canceled_experiment_is_over(lab: Any, detached: Any, until: Until, wi
     assert Runner(lab.store, record.id).run().state == "CANCELED"
 
 
-def test_a_paused_experiment_whose_cluster_is_not_there_stays_paused(lab: Any) -> None:
+def test_a_paused_experiment_without_its_cluster_remains_paused(lab: Any) -> None:
     record = lab.create("report(1, 0.5)", resources={"cluster": "nowhere"})
     lab.store.set_state(record.id, "PAUSED")
     with pytest.raises(ConfigError, match="got 'nowhere'"):
@@ -851,7 +847,7 @@ def test_a_paused_experiment_whose_cluster_is_not_there_stays_paused(lab: Any) -
     assert lab.store.experiment(record.id).state == "PAUSED"
 
 
-def test_a_wish_that_is_granted_already_runs_nothing(lab: Any) -> None:
+def test_a_request_that_is_already_fulfilled_runs_nothing(lab: Any) -> None:
     record = lab.create("report(1, 0.5)")
     assert request(lab.store, record.id, "pause").state == "PAUSED"
     assert request(lab.store, record.id, "pause").state == "PAUSED"
@@ -860,7 +856,7 @@ def test_a_wish_that_is_granted_already_runs_nothing(lab: Any) -> None:
     assert request(lab.store, record.id, "cancel").state == "COMPLETED"
 
 
-def test_ctrl_c_pauses(lab: Any, detached: Any, until: Until) -> None:
+def test_ctrl_c_pauses_an_experiment(lab: Any, detached: Any, until: Until) -> None:
     record = lab.create(SLOW)
     process = detached(record)
     until(lambda: _is_waiting(lab.store, record))
@@ -870,7 +866,7 @@ def test_ctrl_c_pauses(lab: Any, detached: Any, until: Until) -> None:
     assert (paused.state, paused.trials[0].state, _codes(paused)) == ("PAUSED", "WAITING", [143])
 
 
-def test_ctrl_c_twice_kills_trials_that_do_not_leave(lab: Any, detached: Any, until: Until) -> None:
+def test_a_second_ctrl_c_kills_trials_that_do_not_exit(lab: Any, detached: Any, until: Until) -> None:
     record = lab.create(SLOW.replace("sys.exit(143)", "wait()"))
     process = detached(record)
     until(lambda: _is_waiting(lab.store, record))
@@ -895,7 +891,7 @@ def test_an_experiment_has_one_runner(lab: Any, detached: Any, until: Until, mon
         Runner(lab.store, record.id).run()
 
 
-def test_trials_of_a_killed_runner_are_taken_over(lab: Any, detached: Any, until: Until) -> None:
+def test_trials_of_a_killed_runner_are_adopted_by_the_next(lab: Any, detached: Any, until: Until) -> None:
     wait = "while not (folder / 'go').exists(): time.sleep(0.01)"
     record = lab.create(f"(folder / 'is_waiting').touch()\n{wait}\nreport(1, 0.5)")
     process = detached(record)
@@ -918,19 +914,17 @@ def test_trials_of_a_killed_runner_can_be_canceled(lab: Any, detached: Any, unti
     assert (done.state, done.trials[0].state, _codes(done)) == ("CANCELED", "CANCELED", [143])
 
 
-def test_a_trial_that_was_to_be_asked_to_leave_when_its_runner_was_killed_is_asked_by_the_next(
-    lab: Any, detached: Any, until: Until
-) -> None:
+def test_a_pending_stop_of_a_trial_is_sent_by_the_next_runner(lab: Any, detached: Any, until: Until) -> None:
     record = lab.create(SLOW)
     process = detached(record)
     until(lambda: _is_waiting(lab.store, record))
     process.kill()
-    Attempt.of(lab.store.experiment(record.id).trials[0].directory, 0).ask("pause")
+    Attempt.of(lab.store.experiment(record.id).trials[0].directory, 0).request_exit("pause")
     done = Runner(lab.store, record.id).run()
     assert (done.trials[0].state, _codes(done), done.trials[0].restarts) == ("COMPLETED", [143, 0], 0)
 
 
-def test_what_a_trial_did_while_nobody_watched_is_learnt(lab: Any, detached: Any, until: Until) -> None:
+def test_reports_of_a_trial_without_a_runner_are_read_later(lab: Any, detached: Any, until: Until) -> None:
     record = lab.create(
         "wait_for = folder / 'go'\n(folder / 'is_waiting').touch()\n"
         "while not wait_for.exists(): time.sleep(0.01)\nreport(1, 0.5); report(2, 0.4)"
@@ -966,7 +960,9 @@ def test_what_a_trial_did_while_nobody_watched_is_learnt(lab: Any, detached: Any
          [sys.executable, "-m", "dovetail.launch", "--slots", "1", "--group", "-m", "a"]),
     ],
 )  # fmt: skip
-def test_the_command_of_a_trial(entrypoint: list[str], slots: int, expected: list[str]) -> None:
+def test_the_command_of_a_trial_is_built_from_its_entrypoint(
+    entrypoint: list[str], slots: int, expected: list[str]
+) -> None:
     assert command_of(entrypoint, slots) == expected
 
 
@@ -978,14 +974,14 @@ def test_a_trial_with_two_slots_runs_in_two_processes(lab: Any) -> None:
     assert sorted(path.name for path in done.trials[0].directory.glob("rank_*")) == ["rank_0", "rank_1"]
 
 
-def test_a_mistake_is_one_sentence(lab: Any) -> None:
+def test_an_invalid_experiment_raises_a_one_sentence_error(lab: Any) -> None:
     command = [sys.executable, "-m", "dovetail.search", str(lab.store.home), "7"]
     ended = subprocess.run(command, capture_output=True, text=True, env={**os.environ}, timeout=120)
     assert (ended.returncode, ended.stderr) == (1, "dovetail: there is no experiment 7: there is none\n")
     assert LocalBackend(slots=3).capacity(2) == 1
 
 
-def test_storage_that_only_a_cluster_has_is_refused() -> None:
+def test_cluster_storage_is_rejected_on_a_single_machine() -> None:
     config = read_experiment(
         {
             "entrypoint": "true",

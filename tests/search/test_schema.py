@@ -20,7 +20,7 @@ from dovetail.search.searchers.registry import COMMON
 from dovetail.search.space import Space
 from dovetail.units import Batches, Epochs
 
-STUDY: Any = None  # it is not looked at
+STUDY: Any = None  # not read
 
 FULL = """\
 name: digits
@@ -147,7 +147,7 @@ def refusals(text: str, *overrides: str, **options: Any) -> list[str]:
     return caught.value.problems
 
 
-def test_a_file_is_read_as_it_says() -> None:
+def test_a_file_is_read_into_its_settings() -> None:
     config = read(FULL)
     assert (config.name, config.description, config.labels) == ("digits", "a small network", ["demo", "2"])
     assert (config.project, config.workspace) == ("vision", "home")
@@ -174,7 +174,7 @@ def test_a_file_is_read_as_it_says() -> None:
     }
 
 
-def test_what_a_file_does_not_say_has_its_default() -> None:
+def test_missing_keys_have_their_defaults() -> None:
     config = read("{entrypoint: python3 train.py, searcher: {name: single, metric: loss}}")
     assert (config.name, config.labels, config.slots, config.cluster) == ("experiment", [], 1, None)
     assert (config.max_restarts, config.seed, config.checkpoint_policy) == (5, 0, "best")
@@ -190,7 +190,7 @@ def test_defaults_are_not_shared() -> None:
     assert (second.data, second.labels) == ({}, [])
 
 
-def test_a_null_is_as_if_it_were_not_there() -> None:
+def test_a_null_value_equals_a_missing_key() -> None:
     config = read("{entrypoint: a b, data: , resources: null, searcher: {name: single, metric: loss, max_length: }}")
     assert (config.data, config.slots, config.searcher.max_length) == ({}, 1, None)
     assert config.raw == {"name": "experiment", "entrypoint": "a b", "searcher": {"name": "single", "metric": "loss"}}
@@ -203,12 +203,12 @@ def test_an_experiment_is_named_after_its_file(tmp_path: Path) -> None:
     assert read_experiment(path).raw["name"] == "const"
 
 
-def test_a_file_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+def test_a_missing_file_raises_a_one_sentence_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.yaml: cannot be read: No such file or directory"):
         read_experiment(tmp_path / "none.yaml")
 
 
-def test_a_searcher_that_compares_trials_needs_a_metric() -> None:
+def test_a_searcher_that_compares_trials_requires_a_metric() -> None:
     assert refusals(GRID, "searcher.name=tpe", "searcher.max_trials=4") == [
         "experiment.yaml:7:1: searcher.metric: missing: the validation metric that trials are compared by, such as "
         "validation_loss"
@@ -216,7 +216,7 @@ def test_a_searcher_that_compares_trials_needs_a_metric() -> None:
 
 
 @pytest.mark.parametrize(("overrides", "metric"), [((), ""), (("searcher.metric=loss",), "loss")])
-def test_the_grid_of_the_seed_is_read_as_printed(overrides: tuple[str, ...], metric: str) -> None:
+def test_the_grid_of_the_seed_document_is_read_as_printed(overrides: tuple[str, ...], metric: str) -> None:
     config = read(GRID, *overrides)
     assert config.searcher.metric == metric
     searcher = make_searcher(config.searcher, Space(config.hyperparameters), config.seed)
@@ -226,13 +226,13 @@ def test_the_grid_of_the_seed_is_read_as_printed(overrides: tuple[str, ...], met
     assert config.raw["searcher"]["max_length"] == {"epochs": 20}
 
 
-def test_the_job_of_the_seed_needs_no_searcher() -> None:
+def test_the_job_of_the_seed_document_needs_no_searcher() -> None:
     config = read(INFERENCE, kind="job")
     assert config.entrypoint == ["python3", "batch_inference.py"]
     assert (config.slots, config.data) == (8, {"trial_id": 777, "batch_size": 64})
 
 
-def test_what_trials_see_is_plain_and_can_be_read_again() -> None:
+def test_the_configuration_of_a_trial_is_plain_and_can_be_read_again() -> None:
     config = read(FULL, "searcher.max_length=30", "min_validation_period=5", "optimizations.aggregation_frequency=1e1")
     raw = json.loads(json.dumps(config.raw))
     assert raw == config.raw
@@ -243,7 +243,7 @@ def test_what_trials_see_is_plain_and_can_be_read_again() -> None:
     assert again == config
 
 
-def test_constants_mean_the_same_as_in_a_single_run() -> None:
+def test_constants_are_read_as_in_a_single_run() -> None:
     constants = "hyperparameters: {a: 1, b: {c: {type: const, val: [1]}}}"
     text = f"{{entrypoint: a b, {constants}, searcher: {{name: single, metric: x}}}}"
     config = read(text)
@@ -264,12 +264,12 @@ def test_constants_mean_the_same_as_in_a_single_run() -> None:
         ("{save_trial_latest: 5}", StorageConfig(save_trial_latest=5)),
     ],
 )
-def test_checkpoints_may_be_kept_in_many_places(storage: str, expected: StorageConfig) -> None:
+def test_checkpoint_storage_has_several_kinds(storage: str, expected: StorageConfig) -> None:
     text = f"{{entrypoint: a b, checkpoint_storage: {storage}, searcher: {{name: single, metric: loss}}}}"
     assert read(text).checkpoint_storage == expected
 
 
-def test_variables_may_be_a_mapping() -> None:
+def test_environment_variables_may_be_a_mapping() -> None:
     environment = "environment: {environment_variables: {A: text, B: 1, C: true, D: 0.5}}"
     text = f"{{entrypoint: a b, {environment}, searcher: {{name: single, metric: x}}}}"
     assert read(text).environment == {"A": "text", "B": "1", "C": "true", "D": "0.5"}
@@ -278,7 +278,7 @@ def test_variables_may_be_a_mapping() -> None:
 # Settings of the command line
 
 
-def test_a_setting_is_read_as_in_a_file() -> None:
+def test_a_command_line_setting_is_parsed_as_in_a_file() -> None:
     config = read(
         FULL, "searcher.max_trials=4", "name='7'", "data.sizes=[1, 2]", "hyperparameters.lr=0.1", "labels=", "data.x= a"
     )
@@ -288,11 +288,11 @@ def test_a_setting_is_read_as_in_a_file() -> None:
     assert config.raw["searcher"]["max_trials"] == 4
 
 
-def test_a_setting_may_make_a_section() -> None:
+def test_a_setting_may_create_a_section() -> None:
     assert read(GRID, "searcher.metric=loss", "resources.slots_per_trial=3").slots == 3
 
 
-def test_what_was_given_stays_as_it_was() -> None:
+def test_the_given_configuration_is_not_changed() -> None:
     given = parse_config(FULL)
     read_experiment(given, ["searcher.max_trials=4"])
     assert given == parse_config(FULL)
@@ -321,7 +321,7 @@ def test_a_mistake_in_a_setting_names_the_setting(setting: str, problem: str) ->
 # Mistakes
 
 
-def test_all_mistakes_are_told_at_once_each_with_its_place() -> None:
+def test_all_mistakes_are_reported_at_once_with_their_places() -> None:
     text = """\
 entrypiont: python3 train.py
 hyperparameters:
@@ -342,7 +342,7 @@ resources:
     ]
 
 
-def test_one_error_is_all_of_them() -> None:
+def test_one_error_contains_all_mistakes() -> None:
     with pytest.raises(ConfigError) as caught:
         read("{nam: 1, max_restarts: x}")
     assert str(caught.value).count("\n") == 3
@@ -381,7 +381,7 @@ def test_one_error_is_all_of_them() -> None:
         ("max_restarts: 1e400", "expected a number that fits a float"),
     ],
 )
-def test_a_mistake_is_one_sentence(line: str, sentence: str) -> None:
+def test_each_mistake_raises_a_one_sentence_error(line: str, sentence: str) -> None:
     lines = {"entrypoint": "entrypoint: a b", "searcher": "searcher: {name: single, metric: x}"}
     lines[line.partition(":")[0]] = line
     with pytest.raises(ConfigError) as caught:
@@ -390,21 +390,21 @@ def test_a_mistake_is_one_sentence(line: str, sentence: str) -> None:
     assert sentence in problem
 
 
-def test_both_spellings_of_the_command_are_one_too_many() -> None:
+def test_both_spellings_of_the_command_together_are_rejected() -> None:
     text = "{entrypoint: a b, entrypoint_script: a b, searcher: {name: single, metric: loss}}"
     (problem,) = refusals(text)
     assert problem.startswith("experiment.yaml:1:19: entrypoint_script: the same as entrypoint")
 
 
 @pytest.mark.parametrize("key", ["slots_per_trial", "slots"])
-def test_no_slots_are_one_process_without_graphics_cards(key: str) -> None:
+def test_zero_slots_mean_one_process_without_graphics_cards(key: str) -> None:
     config = read(f"{{entrypoint: a b, resources: {{{key}: 0}}, searcher: {{name: single, metric: loss}}}}")
     assert (config.slots, config.environment) == (1, {"CUDA_VISIBLE_DEVICES": ""})
     one = read(f"{{entrypoint: a b, resources: {{{key}: 1}}, searcher: {{name: single, metric: loss}}}}")
     assert (one.slots, one.environment) == (1, {})
 
 
-def test_a_grid_without_a_count_is_told_at_the_range() -> None:
+def test_a_grid_without_a_count_is_reported_at_the_range() -> None:
     text = (
         "entrypoint: a b\nhyperparameters:\n  n: {type: int, minval: 1, maxval: 2}\nsearcher: {name: grid, metric: x}"
     )
@@ -430,7 +430,7 @@ def test_a_trial_class_is_an_entrypoint_and_reads_its_scheduling_unit() -> None:
     ]
 
 
-def test_a_trial_class_is_looked_up_in_the_folder_of_the_code(tmp_path: Path) -> None:
+def test_a_trial_class_is_searched_in_the_code_folder(tmp_path: Path) -> None:
     (tmp_path / "model_def.py").write_text("class MyTrail: pass\n")
     (problem,) = refusals(CLASS, context_dir=tmp_path)
     assert problem == (
@@ -448,7 +448,7 @@ def test_a_trial_class_is_looked_up_in_the_folder_of_the_code(tmp_path: Path) ->
         ("{name: async_halving, metric: a, num_rungs: 2, max_trials: 2, max_time: 8, time_metric: hours}", False),
     ],
 )
-def test_a_trial_class_needs_a_length(searcher: str, is_enough: bool) -> None:
+def test_a_trial_class_requires_a_length(searcher: str, is_enough: bool) -> None:
     text = f"entrypoint: model_def:MyTrial\nsearcher: {searcher}\nmin_validation_period: {{epochs: 1}}\n"
     if is_enough:
         assert read(text).entrypoint == ["model_def:MyTrial"]
@@ -457,7 +457,7 @@ def test_a_trial_class_needs_a_length(searcher: str, is_enough: bool) -> None:
         assert problem.startswith("experiment.yaml:2:1: searcher.max_length: missing: how long a trial of model_def:My")
 
 
-def test_a_search_that_can_end_no_trial_of_a_class_early_warns() -> None:
+def test_a_search_that_cannot_stop_class_trials_early_warns() -> None:
     searcher = "{name: adaptive_asha, metric: a, max_trials: 2, max_length: {epochs: 8}}"
     text = f"entrypoint: model_def:MyTrial\nsearcher: {searcher}\n"
     with pytest.warns(UserWarning, match="min_validation_period: missing, so trials of model_def:MyTrial valid"):
@@ -467,7 +467,7 @@ def test_a_search_that_can_end_no_trial_of_a_class_early_warns() -> None:
     read(text.replace("model_def:MyTrial", "python3 train.py"))
 
 
-def test_a_job_does_not_train_a_class() -> None:
+def test_a_job_rejects_a_trial_class() -> None:
     (problem,) = refusals("entrypoint: model_def:MyTrial", kind="job")
     assert problem == (
         "experiment.yaml:1:1: entrypoint: expected a command such as python3 predict.py: a job does not train "
@@ -475,7 +475,7 @@ def test_a_job_does_not_train_a_class() -> None:
     )
 
 
-def test_keys_that_determined_knows_are_listed_in_one_warning() -> None:
+def test_unsupported_determined_keys_are_listed_in_one_warning() -> None:
     text = """\
 entrypoint: a b
 scheduling_unit: 100
@@ -491,7 +491,7 @@ checkpoint_storage: {type: shared_fs, host_path: /a, propagation: rprivate}
     ]
 
 
-def test_what_a_job_does_not_need_is_ignored_with_a_warning() -> None:
+def test_keys_without_effect_in_a_job_are_ignored_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="are ignored: searcher"):
         read("{entrypoint: a b, searcher: {name: nonsense}}", kind="job")
 
@@ -574,13 +574,13 @@ def try_mutations(seeds: range) -> int:
 
 @pytest.mark.filterwarnings("ignore:keys without an effect here")
 @pytest.mark.filterwarnings("ignore:pbt. a truncate_fraction of")
-def test_a_file_with_a_mistake_is_refused_by_a_sentence_and_never_otherwise() -> None:
+def test_random_invalid_files_raise_only_configuration_errors() -> None:
     # All of them take seconds: `DOVETAIL_TORTURE=1`.
     count = 5000 if os.environ.get("DOVETAIL_TORTURE") == "1" else 1000
     assert try_mutations(range(count)) > count // 2
 
 
-def test_the_files_that_are_changed_are_right_as_they_are() -> None:
+def test_the_unmodified_files_are_valid() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for text in (FULL, GRID + "    metric: loss\n", PBT):

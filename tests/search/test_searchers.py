@@ -83,7 +83,7 @@ def run(searcher: Searcher, study: optuna.Study) -> list[Suggestion]:
     return found
 
 
-def test_a_method_of_a_searcher_that_is_never_called_is_named() -> None:
+def test_a_searcher_method_that_is_never_called_is_named() -> None:
     class Silent(Searcher):
         def suggest(self, study: Any, number: int) -> None:
             return None
@@ -138,44 +138,42 @@ class Both(Remembering, NeverStop):
         (Fixed(), Saving(), "Saving defines state_dict without load_state_dict: its state is saved and never restored"),
     ],
 )
-def test_methods_of_samplers_and_rules_without_effect_are_warnings(
-    sampler: Sampler, rule: StoppingRule, sentence: str
-) -> None:
+def test_sampler_and_rule_methods_without_effect_warn(sampler: Sampler, rule: StoppingRule, sentence: str) -> None:
     with pytest.warns(UserWarning, match=re.escape(sentence)) as caught:
         Composed(sampler, rule, max_trials=1)
     assert len(caught) == 1
 
 
-def test_one_object_may_be_sampler_and_rule() -> None:
+def test_one_object_may_be_sampler_and_stopping_rule() -> None:
     both = Both()
     assert Composed(both, both, max_trials=1).max_concurrent_trials == 1
 
 
 @pytest.mark.parametrize("name", ["max_trials", "max_concurrent_trials"])
-def test_a_composed_searcher_without_a_trial_is_an_error(name: str) -> None:
+def test_a_composed_searcher_without_trials_is_an_error(name: str) -> None:
     bounds: dict[str, Any] = {"max_trials": 1, name: 0}
     with pytest.raises(ConfigError, match=f"Composed: {name}: expected a whole number that is at least 1, got 0"):
         Composed(Fixed(), NeverStop(), **bounds)
 
 
-def test_single_is_one_trial() -> None:
+def test_the_single_searcher_creates_one_trial() -> None:
     assert len(run(make("single"), optuna.create_study())) == 1
 
 
-def test_grid_is_every_point_once() -> None:
+def test_the_grid_searcher_creates_every_point_once() -> None:
     found = [suggestion.params for suggestion in run(make("grid"), optuna.create_study())]
     assert found == Space(HYPERPARAMETERS).grid()
     assert len(found) == 3 * 2 * 1 * 2
 
 
 @pytest.mark.parametrize("name", ["random", "tpe", "cmaes", "async_halving", "adaptive_asha", "hyperband"])
-def test_as_many_trials_are_suggested_as_the_file_says(name: str) -> None:
+def test_the_number_of_suggested_trials_follows_the_file(name: str) -> None:
     assert len(run(make(name), optuna.create_study())) == OPTIONS[name]["max_trials"]
 
 
 @pytest.mark.parametrize("name", ["tpe", pytest.param("gp", marks=pytest.mark.slow), "cmaes"])
 @pytest.mark.parametrize("smaller_is_better", [True, False])
-def test_a_sampler_that_learns_beats_chance(name: str, smaller_is_better: bool) -> None:
+def test_a_learning_sampler_beats_random_search(name: str, smaller_is_better: bool) -> None:
     axis = {"type": "double", "minval": -1, "maxval": 1}
     sign = 1 if smaller_is_better else -1
     # A Gaussian process takes its time, and needs few trials.
@@ -201,7 +199,7 @@ def test_a_sampler_that_learns_beats_chance(name: str, smaller_is_better: bool) 
 
 @pytest.mark.parametrize("name", ["tpe", "async_halving"])
 @pytest.mark.parametrize("has_value", [True, False])
-def test_tpe_learns_from_trials_that_were_stopped(name: str, has_value: bool) -> None:
+def test_tpe_learns_from_stopped_trials(name: str, has_value: bool) -> None:
     hyperparameters = {"x": {"type": "double", "minval": 0, "maxval": 1}}
     space = Space(hyperparameters)
     options = {"sampler": "tpe"} if name == "async_halving" else {}
@@ -222,7 +220,7 @@ def test_tpe_learns_from_trials_that_were_stopped(name: str, has_value: bool) ->
     assert sum(abs(trial.params["x"] - 0.9) < 0.1 for trial in study.trials[20:]) >= 10
 
 
-def test_cmaes_draws_what_has_no_size_at_random() -> None:
+def test_cmaes_draws_categorical_values_at_random() -> None:
     suggestions = run(make("cmaes", max_trials=30), optuna.create_study())
     assert {suggestion.params["act"] for suggestion in suggestions} == {"relu", "tanh"}
 
@@ -237,25 +235,25 @@ def test_cmaes_works_on_one_number() -> None:
 
 
 @pytest.mark.parametrize("name", ["cmaes", "pbt"])
-def test_a_population_too_large_to_draw_is_refused(name: str) -> None:
+def test_a_population_that_is_too_large_is_rejected(name: str) -> None:
     with pytest.raises(
         ConfigErrors, match=r"population_size: expected a whole number from \d to 10000, got 2147483648"
     ):
         make(name, population_size=2**31)
 
 
-def test_cmaes_without_a_number_is_refused() -> None:
+def test_cmaes_without_a_numeric_hyperparameter_is_rejected() -> None:
     with pytest.raises(ConfigErrors, match=r"searcher\.name: cmaes needs a hyperparameter of type int, double or log"):
         make("cmaes", 0, {"act": HYPERPARAMETERS["act"]})
 
 
-def test_grid_without_a_count_is_refused() -> None:
+def test_grid_without_a_count_is_rejected() -> None:
     with pytest.raises(ConfigErrors, match=r"hyperparameters\.lr: a grid needs 'count'"):
         make("grid", 0, {"lr": {"type": "double", "minval": 0, "maxval": 1}})
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_searcher_says_how_many_trials_may_run_at_a_time(name: str) -> None:
+def test_a_searcher_limits_the_concurrent_trials(name: str) -> None:
     assert make(name).max_concurrent_trials == {"single": 1, "pbt": 4}.get(name, 16)
     if name != "single":
         assert make(name, max_concurrent_trials=3).max_concurrent_trials == 3
@@ -275,13 +273,11 @@ def test_a_searcher_says_how_many_trials_may_run_at_a_time(name: str) -> None:
         ("adaptive_asha", {"max_trials": 64, "max_time": 100}, 15),
     ],
 )
-def test_no_limit_of_concurrent_trials_is_as_many_as_determined_starts(
-    name: str, options: dict[str, Any], expected: int
-) -> None:
+def test_without_a_limit_concurrency_equals_determined(name: str, options: dict[str, Any], expected: int) -> None:
     assert make(name, max_concurrent_trials=0, **options).max_concurrent_trials == expected
 
 
-def test_what_is_not_a_number_counts_as_worst() -> None:
+def test_a_metric_of_nan_is_the_worst() -> None:
     rated = {}
     for values in ([0.5, math.nan], [0.5, math.inf], [0.5, 0.9]):
         searcher = make("async_halving", max_time=4, num_rungs=2)
@@ -289,7 +285,7 @@ def test_what_is_not_a_number_counts_as_worst() -> None:
     assert list(rated.values()) == [[True, False]] * 3
 
 
-def test_a_larger_metric_may_be_better() -> None:
+def test_a_searcher_can_maximize_the_metric() -> None:
     searcher = make("async_halving", max_time=4, num_rungs=2, smaller_is_better=False)
     assert [searcher.on_validation(number, 1, value) for number, value in enumerate([0.5, 0.4, 0.9])] == [
         True,
@@ -298,7 +294,7 @@ def test_a_larger_metric_may_be_better() -> None:
     ]
 
 
-def test_what_is_not_a_number_is_worst_when_larger_is_better() -> None:
+def test_a_metric_of_nan_is_the_worst_when_maximizing() -> None:
     searcher = make("async_halving", max_time=4, num_rungs=2, smaller_is_better=False)
     assert [searcher.on_validation(number, 1, value) for number, value in enumerate([0.5, math.nan])] == [True, False]
 
@@ -312,7 +308,7 @@ def refusals(**section: Any) -> list[str]:
     return caught.value.problems
 
 
-def test_a_missing_metric_is_explained() -> None:
+def test_a_missing_metric_raises_an_explaining_error() -> None:
     assert refusals(name="tpe", max_trials=4) == [
         "searcher.metric: missing: the validation metric that trials are compared by, such as validation_loss"
     ]
@@ -325,15 +321,15 @@ def test_a_searcher_that_compares_no_trials_needs_no_metric(name: str) -> None:
     assert refusals(name=name, metric=3, **options) == ["searcher.metric: expected text, got 3"]
 
 
-def test_an_unknown_searcher_gets_the_nearest_name() -> None:
+def test_an_unknown_searcher_suggests_the_nearest_name() -> None:
     (problem,) = refusals(name="adaptive_ahsa", metric="loss", max_trials=4)
-    # Others may have registered searchers of their own.
+    # Other tests may have registered searchers.
     assert problem.startswith("searcher.name: expected one of adaptive_asha, async_halving, cmaes, ")
     assert problem.endswith("(did you mean 'adaptive_asha'?), got 'adaptive_ahsa'")
 
 
 @pytest.mark.parametrize("name", ["random", "tpe", "gp", "cmaes", "async_halving", "adaptive_asha", "hyperband"])
-def test_the_number_of_trials_has_to_be_said(name: str) -> None:
+def test_the_number_of_trials_is_required(name: str) -> None:
     options = {key: value for key, value in OPTIONS[name].items() if key != "max_trials"}
     assert refusals(name=name, metric="loss", **options) == ["searcher.max_trials: missing: how many trials to run"]
 
@@ -346,7 +342,7 @@ def test_the_length_of_trials_is_the_time_of_the_last_rung(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["async_halving", "adaptive_asha", "hyperband", "pbt"])
-def test_time_has_to_be_said_somehow(name: str) -> None:
+def test_a_halving_searcher_requires_a_time(name: str) -> None:
     options = {key: value for key, value in OPTIONS[name].items() if key not in ("max_time", "time_metric")}
     assert [problem.split(":")[0] for problem in refusals(name=name, metric="loss", **options)] == [
         "searcher.time_metric",
@@ -354,30 +350,30 @@ def test_time_has_to_be_said_somehow(name: str) -> None:
     ]
 
 
-def test_another_unit_than_that_of_the_length_needs_its_own_time() -> None:
+def test_a_unit_other_than_the_length_requires_a_time() -> None:
     section = {"name": "hyperband", "metric": "loss", "max_trials": 9, "max_length": {"epochs": 9}}
     assert [problem.split(":")[0] for problem in refusals(**section, time_metric="batches")] == ["searcher.max_time"]
     config = read_searcher({**section, "time_metric": "batches", "max_time": 900})
     assert (config.options["max_time"], config.time_metric) == (900, "batches")
 
 
-def test_pbt_needs_a_factor() -> None:
+def test_pbt_requires_a_factor() -> None:
     assert refusals(name="pbt", metric="loss", **OPTIONS["pbt"], perturb_factors=[]) == [
         "searcher.perturb_factors: expected a list of at least 1, got []"
     ]
 
 
-def test_a_searcher_that_compares_nothing_on_the_way_needs_no_time() -> None:
+def test_a_searcher_without_early_stopping_needs_no_time() -> None:
     config = read_searcher({"name": "random", "metric": "loss", "max_trials": 9, "max_length": {"records": 9}})
     assert config.time_metric == "batches"
 
 
-def test_an_option_of_another_searcher_is_refused() -> None:
+def test_an_option_of_another_searcher_is_rejected() -> None:
     (problem,) = refusals(name="random", metric="loss", max_trials=3, max_rungs=4)
     assert problem.startswith("searcher.max_rungs: unknown key")
 
 
-def test_anyone_can_register_a_searcher() -> None:
+def test_users_can_register_a_searcher() -> None:
     def first(config: Any, space: Space, seed: int) -> Searcher:
         return Composed(RandomSampler(space, seed), NeverStop(), max_trials=config.options["tries"])
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dovetail.search.searchers import AsyncHalving, Bracket, adaptive_brackets, make_searcher, read_searcher, rung_units
 from dovetail.search.space import Space
 
-STUDY: Any = None  # it is not looked at
+STUDY: Any = None  # not read
 
 
 @pytest.mark.parametrize(
@@ -22,19 +22,19 @@ STUDY: Any = None  # it is not looked at
         ("conservative", [(4, 43, 4), (3, 14, 4), (2, 5, 4), (1, 2, 4)]),
     ],
 )
-def test_the_brackets_of_a_mode_are_those_of_determined(mode: Any, brackets: list[tuple[int, int, int]]) -> None:
+def test_the_brackets_of_a_mode_equal_determined(mode: Any, brackets: list[tuple[int, int, int]]) -> None:
     assert adaptive_brackets(64, 100, mode=mode) == brackets
 
 
-def test_the_rungs_of_a_bracket_are_those_of_determined() -> None:
+def test_the_rungs_of_a_bracket_equal_determined() -> None:
     assert rung_units(4, 100, 4) == [1, 6, 25, 100]
 
 
-def test_one_trial_is_one_bracket_of_one_rung() -> None:
+def test_one_trial_gives_one_bracket_with_one_rung() -> None:
     assert adaptive_brackets(1, 100, mode="conservative") == [(1, 1, 16)]
 
 
-def test_logarithms_are_exact() -> None:
+def test_integer_logarithms_are_exact() -> None:
     # The logarithm of 125 with base 5 is 2.9999999999999996 in floats.
     assert adaptive_brackets(125, 125, mode="aggressive", divisor=5) == [(4, 125, 16)]
 
@@ -47,13 +47,13 @@ def test_logarithms_are_exact() -> None:
         ("conservative", [(4, 43, 4), (3, 14, 4), (2, 5, 4), (1, 2, 4)]),
     ],
 )
-def test_brackets_without_a_limit_run_as_many_trials_as_in_determined(
+def test_brackets_without_a_limit_run_as_many_trials_as_determined(
     mode: Any, brackets: list[tuple[int, int, int]]
 ) -> None:
     assert adaptive_brackets(64, 100, mode=mode, max_concurrent_trials=0) == brackets
 
 
-def test_brackets_may_be_named() -> None:
+def test_brackets_may_be_configured() -> None:
     assert [bracket.num_rungs for bracket in adaptive_brackets(64, 100, bracket_rungs=[2, 4])] == [4, 2]
 
 
@@ -66,7 +66,7 @@ def test_brackets_may_be_named() -> None:
     st.lists(st.integers(1, 6), max_size=6),
     st.sampled_from(["aggressive", "standard", "conservative"]),
 )
-def test_brackets_share_all_trials(
+def test_all_trials_are_divided_among_brackets(
     trials: int, time: int, divisor: int, rungs: int, concurrent: int, named: list[int], mode: Any
 ) -> None:
     brackets = adaptive_brackets(
@@ -84,9 +84,9 @@ def test_brackets_share_all_trials(
         assert sum(bracket.max_concurrent_trials for bracket in brackets) == concurrent
 
 
-def test_a_trial_goes_on_if_it_is_among_the_best_quarter_so_far() -> None:
+def test_a_trial_continues_if_it_is_in_the_best_quarter() -> None:
     rule = AsyncHalving([Bracket(2, 9, 9)], max_time=4, divisor=4)
-    # One may go on until the eighth arrives, then two. Of equals the newer is better.
+    # One may continue until the eighth arrives, then two. Among equals the newer is better.
     values = [0.5, 0.6, 0.4, 0.45, 0.4, 0.9, 0.3, 0.39, 0.35]
     assert [rule.report(number, 1, value) for number, value in enumerate(values)] == [
         True,
@@ -112,14 +112,14 @@ def test_a_trial_goes_on_if_it_is_among_the_best_quarter_so_far() -> None:
         (3, [-0.9, -0.9, -0.8, -0.9], [True, True, False, True]),
     ],
 )
-def test_of_equal_values_the_newer_is_better_as_in_determined(
+def test_among_equal_values_the_newer_is_better_as_in_determined(
     divisor: int, values: list[float], expected: list[bool]
 ) -> None:
     rule = AsyncHalving([Bracket(2, 9, 9)], max_time=4, divisor=divisor)
     assert [rule.report(number, 4 // divisor, value) for number, value in enumerate(values)] == expected
 
 
-def test_trials_without_a_number_are_not_better_than_failed_ones() -> None:
+def test_trials_without_a_number_rank_as_failed_ones() -> None:
     space = Space({})
     given = {"name": "async_halving", "metric": "loss", "num_rungs": 2, "max_trials": 9, "max_time": 4}
     searcher = make_searcher(read_searcher({**given, "time_metric": "batches"}), space, seed=0)
@@ -138,7 +138,7 @@ def test_one_report_may_pass_several_rungs() -> None:
     assert not rule.report(1, 4, 0.6)
 
 
-def test_a_report_between_two_rungs_decides_nothing() -> None:
+def test_a_report_between_two_rungs_has_no_effect() -> None:
     rule = AsyncHalving([Bracket(2, 3, 3)], max_time=16, divisor=4)
     assert rule.report(0, 4, 0.1)
     assert rule.report(0, 8, 9.9)
@@ -160,7 +160,7 @@ def test_a_stopped_trial_is_not_counted_again() -> None:
     assert rule.state_dict() == state
 
 
-def test_reports_that_are_repeated_after_a_restart_are_not_counted_again() -> None:
+def test_repeated_reports_after_a_restart_are_not_counted_again() -> None:
     rule = AsyncHalving([Bracket(3, 3, 3)], max_time=16, divisor=4)
     assert rule.report(0, 4, 0.1)
     state = rule.state_dict()
@@ -168,7 +168,7 @@ def test_reports_that_are_repeated_after_a_restart_are_not_counted_again() -> No
     assert rule.state_dict() == state
 
 
-def test_a_trial_that_fails_counts_as_worst_at_later_rungs() -> None:
+def test_a_failed_trial_counts_as_worst_at_later_rungs() -> None:
     rule = AsyncHalving([Bracket(2, 9, 9)], max_time=2, divisor=2)
     for number in range(3):
         rule.admit(number)
@@ -178,7 +178,7 @@ def test_a_trial_that_fails_counts_as_worst_at_later_rungs() -> None:
 
 
 @pytest.mark.parametrize("state", ["COMPLETED", "STOPPED", "CANCELED"])
-def test_a_trial_that_ends_by_itself_leaves_only_what_it_reported(state: Any) -> None:
+def test_a_trial_that_ends_without_a_report_does_not_count_at_a_rung(state: Any) -> None:
     rule = AsyncHalving([Bracket(2, 9, 9)], max_time=2, divisor=2)
     for number in range(3):
         rule.admit(number)
@@ -186,19 +186,19 @@ def test_a_trial_that_ends_by_itself_leaves_only_what_it_reported(state: Any) ->
     assert [rule.report(3, 1, 0.5), rule.report(4, 1, 0.6)] == [True, False]
 
 
-def test_an_invalid_trial_is_forgotten() -> None:
+def test_an_invalid_trial_is_removed_from_its_bracket() -> None:
     rule = AsyncHalving([Bracket(2, 9, 9)], max_time=4, divisor=4)
     assert rule.report(0, 1, 0.1)
     rule.leave(0, "INVALID_HP")
     assert rule.report(1, 1, 0.9)
 
 
-def test_rungs_of_the_same_time_are_one() -> None:
+def test_rungs_with_equal_times_are_merged() -> None:
     rule = AsyncHalving([Bracket(5, 9, 9)], max_time=16, divisor=4)
     assert [len(rungs) for rungs in rule.state_dict()["rungs"]] == [3]
 
 
-def test_brackets_are_filled_one_after_another_and_refilled_where_a_trial_ended() -> None:
+def test_brackets_are_filled_in_order_and_refilled_when_a_trial_ends() -> None:
     rule = AsyncHalving([Bracket(2, 4, 2), Bracket(1, 3, 1)], max_time=4, divisor=4)
     assert [rule.admit(number)["bracket"] for number in range(3)] == [0, 0, 1]
     rule.leave(2, "STOPPED")
@@ -207,7 +207,7 @@ def test_brackets_are_filled_one_after_another_and_refilled_where_a_trial_ended(
     assert rule.admit(4) == {"bracket": 0}
 
 
-def test_a_bracket_without_further_trials_leaves_its_room_to_others() -> None:
+def test_a_bracket_without_further_trials_frees_its_slots() -> None:
     rule = AsyncHalving([Bracket(2, 1, 1), Bracket(1, 3, 1)], max_time=4, divisor=4)
     assert [rule.admit(number)["bracket"] for number in range(4)] == [0, 1, 1, 1]
 
@@ -220,7 +220,7 @@ def test_trials_of_different_brackets_are_not_compared() -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 1, 7, 30, 59])
-def test_decisions_are_the_same_after_a_state_was_loaded(cut: int) -> None:
+def test_decisions_are_equal_after_loading_a_state(cut: int) -> None:
     def events() -> list[tuple[Any, ...]]:
         chance = random.Random(5)
         return [(chance.randrange(12), chance.randrange(20), chance.random(), chance.random() < 0.1) for _ in range(60)]

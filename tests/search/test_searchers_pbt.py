@@ -15,7 +15,7 @@ SPACE = Space(
         "act": {"type": "categorical", "vals": ["relu", "tanh"]},
     }
 )
-STUDY: Any = None  # it is not looked at
+STUDY: Any = None  # not read
 
 
 def population(size: int = 4, **options: Any) -> PopulationBasedTraining:
@@ -27,18 +27,18 @@ def population(size: int = 4, **options: Any) -> PopulationBasedTraining:
     return searcher
 
 
-def test_only_the_population_is_there_at_first() -> None:
+def test_only_the_population_is_created_at_first() -> None:
     searcher = population()
     assert searcher.suggest(STUDY, 4) is None
     assert searcher.is_over()
 
 
-def test_nobody_ends_between_intervals() -> None:
+def test_no_trial_ends_between_intervals() -> None:
     searcher = population()
     assert all(searcher.on_validation(number, 1, number) for number in range(4))
 
 
-def test_the_worst_quarter_ends_and_a_copy_of_the_best_takes_its_place() -> None:
+def test_the_worst_quarter_ends_and_copies_of_the_best_replace_it() -> None:
     searcher = population()
     assert [searcher.on_validation(number, 2, value) for number, value in enumerate([0.4, 0.2, 0.3])] == [True] * 3
     assert not searcher.on_validation(3, 2, 0.9)
@@ -49,7 +49,7 @@ def test_the_worst_quarter_ends_and_a_copy_of_the_best_takes_its_place() -> None
     assert searcher.is_over()
 
 
-def test_a_trial_that_came_early_is_not_ended_afterwards() -> None:
+def test_a_trial_that_reported_early_is_not_ended_afterwards() -> None:
     searcher = population()
     assert [searcher.on_validation(number, 2, value) for number, value in enumerate([0.9, 0.2, 0.3, 0.4])] == [True] * 4
 
@@ -66,7 +66,7 @@ def test_a_copy_is_compared_from_the_next_interval_on() -> None:
     assert searcher.state_dict()["rounds"][1] == [[0.1, 4]]
 
 
-def test_all_end_at_the_last_time_and_nobody_follows() -> None:
+def test_all_trials_end_at_the_last_interval_without_successors() -> None:
     searcher = population()
     assert not any(searcher.on_validation(number, 10, 0.5 - number) for number in range(4))
     assert searcher.is_over()
@@ -85,7 +85,7 @@ def test_numbers_are_multiplied_by_a_factor() -> None:
     assert copy.params["act"] == best.params["act"]
 
 
-def test_all_is_drawn_anew_when_that_is_certain() -> None:
+def test_with_resample_probability_one_all_values_are_redrawn() -> None:
     searcher = population(2, truncate_fraction=0.5, resample_probability=1, perturb_factors=[1])
     searcher.on_validation(0, 2, 0.1)
     searcher.on_validation(1, 2, 0.9)
@@ -95,12 +95,12 @@ def test_all_is_drawn_anew_when_that_is_certain() -> None:
     assert copy.params["lr"] != best.params["lr"]
 
 
-def test_no_fraction_ends_nobody() -> None:
+def test_with_truncation_zero_no_trial_ends() -> None:
     searcher = population(truncate_fraction=0)
     assert all(searcher.on_validation(number, 2, number) for number in range(4))
 
 
-def test_a_trial_that_fails_is_followed_by_a_copy_of_a_better_one() -> None:
+def test_a_failed_trial_is_replaced_by_a_copy_of_a_better_one() -> None:
     searcher = population()
     searcher.on_validation(0, 2, 0.2)
     searcher.on_validation(1, 2, 0.1)
@@ -110,13 +110,13 @@ def test_a_trial_that_fails_is_followed_by_a_copy_of_a_better_one() -> None:
     assert successor.source == 1
 
 
-def test_a_trial_that_fails_before_any_interval_is_not_tried_again() -> None:
+def test_a_trial_that_fails_before_any_interval_is_not_replaced() -> None:
     searcher = population()
     searcher.on_exit(0, "ERROR")
     assert searcher.suggest(STUDY, 4) is None
 
 
-def test_an_invalid_copy_is_followed_by_another_copy() -> None:
+def test_an_invalid_copy_is_replaced_by_another_copy() -> None:
     searcher = population(2, truncate_fraction=0.5)
     searcher.on_validation(0, 2, 0.1)
     searcher.on_validation(1, 2, 0.9)
@@ -136,13 +136,13 @@ def test_no_more_trials_are_created_than_allowed() -> None:
     assert searcher.is_over()
 
 
-def test_a_time_shorter_than_the_rounds_has_fewer_of_them() -> None:
+def test_a_short_time_gives_fewer_rounds() -> None:
     searcher = population(max_time=2, num_rounds=5)
     assert searcher.on_validation(0, 1, 0.5)
     assert not searcher.on_validation(0, 2, 0.5)
 
 
-def test_decisions_are_the_same_after_a_state_was_loaded() -> None:
+def test_decisions_are_equal_after_loading_a_state() -> None:
     def play(searcher: PopulationBasedTraining, times: range, created: int) -> tuple[list[Any], int]:
         found: list[Any] = []
         for time in times:
@@ -161,7 +161,7 @@ def test_decisions_are_the_same_after_a_state_was_loaded() -> None:
     assert second.state_dict() == straight.state_dict()
 
 
-def test_a_share_of_less_than_one_trial_is_a_warning() -> None:
+def test_a_fraction_of_less_than_one_trial_warns() -> None:
     sentence = (
         r"pbt: a truncate_fraction of 0\.2 of 4 trials is less than one trial, so that none is replaced by a copy of a "
         r"better one: expected at least 0\.25"
@@ -171,5 +171,5 @@ def test_a_share_of_less_than_one_trial_is_a_warning() -> None:
 
 
 @pytest.mark.parametrize(("size", "fraction"), [(5, 0.2), (16, 0.2), (2, 0.5), (3, 1 / 3), (4, 0.0)])
-def test_a_share_of_a_trial_or_of_none_is_no_warning(size: int, fraction: float) -> None:
+def test_a_fraction_of_one_trial_or_zero_does_not_warn(size: int, fraction: float) -> None:
     population(size, truncate_fraction=fraction)

@@ -11,7 +11,7 @@ from dovetail.search.secrets import masked, masked_url, write_private
 from dovetail.search.starting import backend_for
 
 
-def test_what_is_no_secret_stays_as_it_is() -> None:
+def test_values_that_are_not_secret_are_unchanged() -> None:
     config: dict[str, Any] = {
         "name": "a",
         "environment": {"image": "b"},
@@ -21,7 +21,7 @@ def test_what_is_no_secret_stays_as_it_is() -> None:
     assert masked(config) == config
 
 
-def test_the_configuration_itself_is_not_changed() -> None:
+def test_masking_does_not_change_the_configuration() -> None:
     config = {"environment": {"environment_variables": {"TOKEN": "a"}, "registry_auth": {"password": "b"}}}
     hidden = {"environment_variables": {"TOKEN": "***"}, "registry_auth": {"password": "***"}}
     assert masked(config) == {"environment": hidden}
@@ -29,7 +29,7 @@ def test_the_configuration_itself_is_not_changed() -> None:
 
 
 @pytest.mark.parametrize("name", ["access_key", "secret_key", "credential", "connection_string", "account_url"])
-def test_what_opens_a_storage_is_hidden(name: str) -> None:
+def test_storage_credentials_are_masked(name: str) -> None:
     assert masked({"checkpoint_storage": {"bucket": "a", name: "b"}}) == {
         "checkpoint_storage": {"bucket": "a", name: "***"}
     }
@@ -48,17 +48,17 @@ def test_what_opens_a_storage_is_hidden(name: str) -> None:
         ("/folder/what?", "/folder/what?"),
     ],
 )
-def test_a_url_loses_user_password_and_query(url: str, expected: str) -> None:
+def test_a_masked_url_has_no_user_password_or_query(url: str, expected: str) -> None:
     assert masked_url(url) == expected
 
 
-def test_a_refusal_has_no_password_in_it() -> None:
+def test_an_error_message_contains_no_password() -> None:
     given = {"entrypoint": "true", "searcher": {"name": "single", "metric": "loss"}}
     config = read_experiment({**given, "checkpoint_storage": "s3://key:secret@bucket/a"})
     with pytest.raises(ConfigError, match=r"'s3://\*\*\*@bucket/a' is a URL"):
         backend_for(config, 1)
 
 
-def test_a_private_file_is_its_owners(tmp_path: Path) -> None:
+def test_a_private_file_is_readable_only_by_its_owner(tmp_path: Path) -> None:
     write_private(tmp_path / "a", "text")
     assert ((tmp_path / "a").stat().st_mode & 0o777, (tmp_path / "a").read_text()) == (0o600, "text")

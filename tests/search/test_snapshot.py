@@ -23,7 +23,7 @@ def _names(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
 
 
-def test_a_copy_has_all_files_as_they_are(tmp_path: Path) -> None:
+def test_a_snapshot_has_all_files_unchanged(tmp_path: Path) -> None:
     _make(tmp_path / "code", "train.py", "package/__init__.py", ".hidden")
     (tmp_path / "code" / "empty").mkdir()
     (tmp_path / "code" / "run.sh").write_text("#!/bin/sh\n")
@@ -36,7 +36,7 @@ def test_a_copy_has_all_files_as_they_are(tmp_path: Path) -> None:
     assert size == sum((tmp_path / "copy" / name).stat().st_size for name in _names(tmp_path / "copy"))
 
 
-def test_some_things_are_never_copied(tmp_path: Path) -> None:
+def test_some_folders_are_never_copied(tmp_path: Path) -> None:
     _make(tmp_path / "code", "train.py", ".git/HEAD", "a/__pycache__/x.pyc", ".dovetail/store.db", "data/manifest.json")
     save(tmp_path / "code" / "runs" / "ck_1", {"weight": 1})
     _make(tmp_path / "code", "here/home/store.db")
@@ -44,13 +44,13 @@ def test_some_things_are_never_copied(tmp_path: Path) -> None:
     assert _names(tmp_path / "copy") == ["data/manifest.json", "train.py"]
 
 
-def test_a_copy_inside_of_the_folder_does_not_copy_itself(tmp_path: Path) -> None:
+def test_a_snapshot_inside_the_folder_does_not_copy_itself(tmp_path: Path) -> None:
     _make(tmp_path, "train.py")
     take_snapshot(tmp_path, tmp_path / "copies" / "code")
     assert _names(tmp_path / "copies" / "code") == ["train.py"]
 
 
-def test_both_files_of_patterns_count(tmp_path: Path) -> None:
+def test_both_ignore_files_are_used(tmp_path: Path) -> None:
     _make(tmp_path / "code", "train.py", "a.bin", "b.csv", "keep.csv", "data/x", "src/data/y")
     (tmp_path / "code" / ".detignore").write_text("# data\n*.bin\n/data/\n\n")
     (tmp_path / "code" / ".dovetailignore").write_text("*.csv\n!keep.csv\n.*ignore\n")
@@ -78,29 +78,29 @@ def test_both_files_of_patterns_count(tmp_path: Path) -> None:
         ("a+b(c)", ["a+b(c)"], ["aab(c)"]),
     ],
 )
-def test_patterns_mean_what_they_mean_to_git(pattern: str, ignored: list[str], kept: list[str]) -> None:
+def test_ignore_patterns_have_the_meaning_of_git(pattern: str, ignored: list[str], kept: list[str]) -> None:
     rules = IgnoreRules.parse([pattern])
     assert [name for name in ignored if not rules.ignores(name)] == []
     assert [name for name in kept if rules.ignores(name)] == []
 
 
-def test_a_pattern_with_a_slash_at_its_end_is_about_folders(tmp_path: Path) -> None:
+def test_a_pattern_with_a_trailing_slash_matches_only_folders(tmp_path: Path) -> None:
     rules = IgnoreRules.parse(["build/"])
     assert rules.ignores("a/build", is_folder=True)
     assert not rules.ignores("a/build")
 
 
 @pytest.mark.parametrize("line", ["", "   ", "# *", "/", "!", "!/"])
-def test_lines_that_say_nothing_leave_nothing_out(line: str) -> None:
+def test_comments_and_empty_lines_ignore_nothing(line: str) -> None:
     assert IgnoreRules.parse([line]).patterns == []
 
 
-def test_a_pattern_that_cannot_be_meant_is_named() -> None:
+def test_an_invalid_pattern_is_named() -> None:
     with pytest.raises(ConfigError, match=r"the pattern '\[z-a\]' of \.detignore or \.dovetailignore is invalid"):
         IgnoreRules.parse(["[z-a]"])
 
 
-def test_links_stay_links_to_where_they_lead(tmp_path: Path) -> None:
+def test_links_are_copied_as_links_to_their_target(tmp_path: Path) -> None:
     _make(tmp_path / "code", "package/a.py")
     _make(tmp_path, "data/rows")
     (tmp_path / "code" / "inside.py").symlink_to("package/a.py")
@@ -113,14 +113,14 @@ def test_links_stay_links_to_where_they_lead(tmp_path: Path) -> None:
     assert (copy / "loop").resolve() == copy.resolve()
 
 
-def test_what_is_neither_a_file_nor_a_folder_is_left_out(tmp_path: Path) -> None:
+def test_special_files_are_skipped(tmp_path: Path) -> None:
     _make(tmp_path / "code", "train.py")
     os.mkfifo(tmp_path / "code" / "pipe")
     take_snapshot(tmp_path / "code", tmp_path / "copy")
     assert _names(tmp_path / "copy") == ["train.py"]
 
 
-def test_too_much_is_refused_with_the_largest_file_and_what_to_do(tmp_path: Path) -> None:
+def test_a_snapshot_that_is_too_large_is_rejected_with_the_largest_file(tmp_path: Path) -> None:
     _make(tmp_path / "code", "train.py")
     (tmp_path / "code" / "data").mkdir()
     (tmp_path / "code" / "data" / "rows.bin").write_bytes(bytes(3 << 20))
@@ -135,7 +135,7 @@ def test_too_much_is_refused_with_the_largest_file_and_what_to_do(tmp_path: Path
 
 
 @pytest.mark.parametrize(("name", "what"), [("nowhere", "does not exist"), ("file", "is not a folder")])
-def test_a_folder_that_is_none_is_refused(tmp_path: Path, name: str, what: str) -> None:
+def test_a_path_that_is_not_a_folder_is_rejected(tmp_path: Path, name: str, what: str) -> None:
     _make(tmp_path, "file")
     with pytest.raises(ConfigError, match=f"expected a folder with the code, but .*{name}' {what}"):
         take_snapshot(tmp_path / name, tmp_path / "copy")

@@ -36,9 +36,7 @@ def refusals(hyperparameters: dict[str, Any]) -> list[str]:
         (7, 7, 5, [7]),
     ],
 )
-def test_a_grid_of_whole_numbers_is_spaced_evenly_and_rounded(
-    low: int, high: int, count: int, values: list[int]
-) -> None:
+def test_a_grid_of_integers_is_spaced_evenly_and_rounded(low: int, high: int, count: int, values: list[int]) -> None:
     assert grid_of(type="int", minval=low, maxval=high, count=count) == values
 
 
@@ -46,7 +44,7 @@ def test_a_grid_of_numbers_is_spaced_evenly() -> None:
     assert grid_of(type="double", minval=0, maxval=1, count=5) == [0.0, 0.25, 0.5, 0.75, 1.0]
 
 
-def test_one_value_of_a_range_is_its_middle() -> None:
+def test_a_range_with_count_one_gives_its_middle() -> None:
     assert grid_of(type="double", minval=0.5, maxval=1.5, count=1) == [1.0]
     assert grid_of(type="log", base=10, minval=-3, maxval=-1, count=1) == [0.01]
 
@@ -57,7 +55,7 @@ def test_a_logarithmic_grid_is_spaced_by_exponents() -> None:
     assert grid_of(type="log", minval=0, maxval=2, count=3) == [1, 10, 100]
 
 
-def test_a_grid_is_the_product_and_the_last_changes_fastest() -> None:
+def test_a_grid_is_the_product_and_the_last_hyperparameter_changes_fastest() -> None:
     space = Space(
         {
             "size": {"type": "categorical", "vals": [16, 32]},
@@ -91,7 +89,7 @@ def test_a_grid_names_every_range_without_a_count() -> None:
     ]
 
 
-def test_a_grid_that_nobody_can_run_is_refused_before_it_is_made() -> None:
+def test_a_grid_that_is_too_large_is_rejected_before_it_is_built() -> None:
     axis = {"type": "double", "minval": 0, "maxval": 1, "count": 10**6}
     with pytest.raises(ConfigErrors, match=r"at most 100000 points, got 1,000,000,000,000"):
         Space({"x": axis, "y": axis}).grid()
@@ -124,7 +122,7 @@ def test_choices_may_be_lists_and_mappings() -> None:
     assert space.distributions()["layers"] == CategoricalDistribution(("[64]", '{"wide": [128, 128]}', "none"))
 
 
-def test_what_a_trial_changes_stays_its_own() -> None:
+def test_changes_of_a_trial_do_not_affect_the_space() -> None:
     space = Space({"sizes": [64], "layers": {"type": "categorical", "vals": [[1]]}})
     first = space.hparams({"layers": "[1]"})
     first["sizes"].append(1)
@@ -132,12 +130,12 @@ def test_what_a_trial_changes_stays_its_own() -> None:
     assert space.hparams({"layers": "[1]"}) == {"sizes": [64], "layers": [1]}
 
 
-def test_other_parameters_than_those_of_the_space_are_refused() -> None:
+def test_parameters_outside_the_space_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"expected lr, got rate"):
         Space({"lr": {"type": "double", "minval": 0, "maxval": 1}}).hparams({"rate": 1.0})
 
 
-def test_ranges_are_those_of_optuna() -> None:
+def test_ranges_are_optuna_distributions() -> None:
     space = Space(
         {
             "lr": {"type": "log", "minval": -4, "maxval": -1},
@@ -180,19 +178,19 @@ PARAMETERS: list[Parameter] = [
 
 
 @given(st.sampled_from(PARAMETERS), st.floats(0, 1))
-def test_a_value_has_the_place_that_it_is_at(parameter: Parameter, place: float) -> None:
+def test_a_value_has_its_relative_position_in_the_range(parameter: Parameter, place: float) -> None:
     value = parameter.at(place)
     again = parameter.at(parameter.place(value))
     assert again == (pytest.approx(value) if isinstance(value, float) else value)
 
 
 @given(st.sampled_from(PARAMETERS), st.floats(0, 1), st.sampled_from([0.0, 0.8, 1.0, 1.2, 50.0]))
-def test_a_scaled_value_lies_in_the_range(parameter: Parameter, place: float, factor: float) -> None:
+def test_a_scaled_value_is_inside_the_range(parameter: Parameter, place: float, factor: float) -> None:
     value = parameter.scaled(parameter.at(place), factor)
     assert parameter.distribution()._contains(parameter.distribution().to_internal_repr(value))
 
 
-def test_a_small_whole_number_moves_when_it_is_scaled() -> None:
+def test_scaling_a_small_integer_changes_it() -> None:
     depth = Integer(("depth",), None, 1, 9)
     assert (depth.scaled(2, 1.2), depth.scaled(2, 0.8), depth.scaled(1, 0.8), depth.scaled(2, 1.0)) == (3, 1, 1, 2)
 
@@ -227,15 +225,15 @@ def test_a_small_whole_number_moves_when_it_is_scaled() -> None:
         ({"minval": 1, "maxval": 2}, "x.type: missing: one of const, int, double, log, categorical"),
     ],
 )
-def test_a_mistake_in_a_range_is_one_sentence(leaf: dict[str, Any], sentence: str) -> None:
+def test_an_invalid_range_raises_a_one_sentence_error(leaf: dict[str, Any], sentence: str) -> None:
     assert any(problem.startswith(f"hyperparameters.{sentence}") for problem in refusals({"x": leaf}))
 
 
-def test_all_mistakes_are_told_at_once() -> None:
+def test_all_mistakes_of_a_space_are_reported_at_once() -> None:
     assert len(refusals({"a": {"type": "x"}, "b": {"c": {"type": "int"}}})) == 3
 
 
-def test_two_names_that_a_study_could_not_tell_apart_are_refused() -> None:
+def test_two_names_that_a_study_cannot_distinguish_are_rejected() -> None:
     leaf = {"type": "int", "minval": 1, "maxval": 2}
     assert refusals({"a": {"b": leaf}, "a.b": leaf}) == ["hyperparameters.a.b: the name 'a.b' occurs twice"]
 

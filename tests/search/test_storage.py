@@ -59,7 +59,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return f"file://{tmp_path}/stored" if request.param == "file" else f"memory://{tmp_path.name}"
 
 
-def test_what_is_pushed_can_be_pulled_elsewhere(url: str, tmp_path: Path) -> None:
+def test_a_pushed_checkpoint_can_be_pulled_elsewhere(url: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "here", "first", 1, "one")
     write_checkpoint(tmp_path / "here", "second", 2, "two")
     assert push(tmp_path / "here", url) == ["first", "second"]
@@ -67,7 +67,7 @@ def test_what_is_pushed_can_be_pulled_elsewhere(url: str, tmp_path: Path) -> Non
     assert contents(tmp_path / "there") == {"first": "one", "second": "two"}
 
 
-def test_what_is_stored_is_not_sent_again(url: str, tmp_path: Path) -> None:
+def test_a_stored_checkpoint_is_not_sent_again(url: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "first", 1, "one")
     assert push(tmp_path, url) == ["first"]
     write_checkpoint(tmp_path, "second", 2, "two")
@@ -84,7 +84,7 @@ def test_a_name_with_new_contents_is_stored_again(url: str, tmp_path: Path) -> N
     assert contents(tmp_path / "there") == {"best": "better"}
 
 
-def test_what_a_trial_removes_is_removed(url: str, tmp_path: Path) -> None:
+def test_a_checkpoint_removed_by_a_trial_is_removed_from_the_storage(url: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "here", "first", 1, "one")
     push(tmp_path / "here", url)
     write_checkpoint(tmp_path / "here", "second", 2, "two")
@@ -94,7 +94,7 @@ def test_what_a_trial_removes_is_removed(url: str, tmp_path: Path) -> None:
     assert contents(tmp_path / "there") == {"second": "two"}
 
 
-def test_a_folder_that_has_lost_its_checkpoints_removes_none(url: str, tmp_path: Path) -> None:
+def test_a_folder_that_lost_all_checkpoints_removes_none(url: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "here", "first", 1, "one")
     push(tmp_path / "here", url)
     (tmp_path / "empty").mkdir()
@@ -102,12 +102,12 @@ def test_a_folder_that_has_lost_its_checkpoints_removes_none(url: str, tmp_path:
     assert pull(url, tmp_path / "empty") == tmp_path / "empty" / "first"
 
 
-def test_nothing_comes_from_a_store_without_checkpoints(url: str, tmp_path: Path) -> None:
+def test_pulling_from_an_empty_storage_returns_nothing(url: str, tmp_path: Path) -> None:
     assert push(tmp_path / "empty", url) == []
     assert pull(url, tmp_path / "there") is None
 
 
-def test_what_has_no_mark_is_not_there(url: str, tmp_path: Path) -> None:
+def test_a_remote_checkpoint_without_a_completion_marker_is_ignored(url: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "here", "first", 1, "one")
     push(tmp_path / "here", url)
     files, root = fsspec.core.url_to_fs(url)
@@ -120,7 +120,7 @@ def test_what_has_no_mark_is_not_there(url: str, tmp_path: Path) -> None:
     assert pull(url, tmp_path / "there") == tmp_path / "there" / "first"
 
 
-def test_a_damaged_copy_is_left_out_and_the_one_before_it_is_used(url: str, tmp_path: Path) -> None:
+def test_a_damaged_remote_checkpoint_is_skipped_for_the_one_before_it(url: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "here", "first", 1, "one")
     write_checkpoint(tmp_path / "here", "second", 2, "two")
     push(tmp_path / "here", url)
@@ -131,7 +131,7 @@ def test_a_damaged_copy_is_left_out_and_the_one_before_it_is_used(url: str, tmp_
     assert sorted(path.name for path in (tmp_path / "there").iterdir()) == ["first"]
 
 
-def test_what_is_pulled_is_what_a_trial_goes_on_from(url: str, tmp_path: Path) -> None:
+def test_a_trial_continues_from_the_pulled_checkpoint(url: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "here", "first", 1, "one")
     push(tmp_path / "here", url)
     pull(url, tmp_path / "there")
@@ -140,12 +140,12 @@ def test_what_is_pulled_is_what_a_trial_goes_on_from(url: str, tmp_path: Path) -
     assert (found.reference, found.steps) == ("first", 1)
 
 
-def test_a_missing_package_is_named(tmp_path: Path) -> None:
+def test_a_missing_storage_package_is_named(tmp_path: Path) -> None:
     # Google's is not among the extras of the tests.
     with pytest.raises(MissingExtraError, match="gs:// cannot be used: "):
         push(tmp_path, "gs://bucket/trial_1")
 
 
-def test_an_unknown_kind_of_place_has_its_nearest_name(tmp_path: Path) -> None:
+def test_an_unknown_storage_kind_suggests_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError, match=r"'memroy'.*'memory'"):
         push(tmp_path, "memroy://place")

@@ -38,7 +38,7 @@ SCRIPT = "report(1, hparams['lr']); report(2, hparams['lr'] / 2)"
 # ------------------------------------------------------------------ where
 
 
-def test_the_folder_is_the_one_given_or_that_of_the_environment_or_here(
+def test_the_store_folder_is_given_or_from_the_environment_or_local(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -96,7 +96,7 @@ def test_two_experiments_may_have_the_same_name(lab: Any) -> None:
     assert first.directory != second.directory
 
 
-def test_an_experiment_that_cannot_be_created_leaves_nothing(lab: Any, tmp_path: Path) -> None:
+def test_an_experiment_that_cannot_be_created_leaves_no_files(lab: Any, tmp_path: Path) -> None:
     from dovetail.search.schema import read_experiment
 
     config = read_experiment({"entrypoint": "true", "searcher": {"name": "single", "metric": "loss"}})
@@ -106,7 +106,7 @@ def test_an_experiment_that_cannot_be_created_leaves_nothing(lab: Any, tmp_path:
     assert not (lab.store.home / "experiments").exists() or os.listdir(lab.store.home / "experiments") == []
 
 
-def test_an_unknown_number_is_one_sentence_with_what_there_is(lab: Any) -> None:
+def test_an_unknown_experiment_id_raises_with_the_known_ones(lab: Any) -> None:
     record = lab.create("pass")
     numbers = [lab.store.add_trial(record.id, {}, {}, {}) for _ in range(3)]
     assert numbers == [1, 2, 3]
@@ -127,12 +127,12 @@ def test_an_unknown_number_is_one_sentence_with_what_there_is(lab: Any) -> None:
         lab.store.job(2)
 
 
-def test_a_wish_that_nobody_grants_is_refused(lab: Any) -> None:
+def test_an_unknown_request_suggests_the_nearest(lab: Any) -> None:
     with pytest.raises(UnknownNameError, match=r"unknown request 'pausse': did you mean 'pause'\?"):
         lab.store.request(lab.create("pass").id, "pausse")
 
 
-def test_an_experiment_is_deleted_with_its_files_when_it_is_over(lab: Any) -> None:
+def test_a_finished_experiment_is_deleted_with_its_files(lab: Any) -> None:
     record = lab.create("pass")
     with pytest.raises(ExperimentError, match="experiment 1 is ACTIVE: cancel it before it is deleted"):
         lab.store.delete(record.id)
@@ -158,7 +158,7 @@ def _tampered(lab: Any, **changes: str) -> Any:
 
 @pytest.mark.parametrize("key", ["directory", "trials"])
 @pytest.mark.parametrize("place", ["victim", "home/experiments/1/../../../victim", "home", "link"])
-def test_a_folder_that_is_not_the_experiments_own_is_never_removed_or_written(lab: Any, key: str, place: str) -> None:
+def test_a_folder_outside_the_experiment_is_never_removed_or_written(lab: Any, key: str, place: str) -> None:
     victim = lab.folder / "victim"
     victim.mkdir()
     (victim / "file").touch()
@@ -181,7 +181,7 @@ def test_a_folder_that_is_not_the_experiments_own_is_never_removed_or_written(la
 
 
 @pytest.mark.parametrize("inside", [".", "trials"])
-def test_a_link_in_place_of_the_experiments_folder_is_not_followed(lab: Any, inside: str) -> None:
+def test_a_link_in_place_of_the_experiment_folder_is_not_followed(lab: Any, inside: str) -> None:
     record = _tampered(lab)
     moved = lab.folder / "moved"
     (record.directory / inside).rename(moved)
@@ -217,13 +217,13 @@ def test_a_trial_whose_folder_is_a_link_is_not_run(lab: Any) -> None:
 
 
 @pytest.mark.parametrize("number", [-1, 2**31, 2**63, 10**20, 10**300])
-def test_a_number_beyond_those_of_a_database_is_one_sentence(lab: Any, number: int) -> None:
+def test_an_id_too_large_for_the_database_raises_a_one_sentence_error(lab: Any, number: int) -> None:
     for find in (lab.store.experiment, lab.store.trial, lab.store.job):
         with pytest.raises(ExperimentError, match=f"there is no [a-z]+ {number}: there is none"):
             find(number)
 
 
-def test_a_trial_is_read_as_it_was_written(lab: Any) -> None:
+def test_a_stored_trial_survives_a_round_trip(lab: Any) -> None:
     store, experiment = lab.store, lab.create("pass", "grid", hyperparameters=RANGES)
     distributions = {"lr": optuna.distributions.FloatDistribution(1e-3, 1e-1, log=True)}
     trial_id = store.add_trial(experiment.id, {"lr": 0.01}, distributions, {"lr": 0.01, "w": 1}, 4, {"bracket": 2})
@@ -246,7 +246,7 @@ def test_a_trial_is_read_as_it_was_written(lab: Any) -> None:
     assert store.experiment(1).trials == (ended,)
 
 
-def test_larger_may_be_better(lab: Any) -> None:
+def test_the_best_trial_can_have_the_largest_value(lab: Any) -> None:
     script = "write({'group': 'validation', 'steps_completed': attempt + 1, 'metrics': {'accuracy': 0.5}}); "
     script += "write({'group': 'validation', 'steps_completed': 2, 'metrics': {'accuracy': 0.7}})"
     done = lab.run(script, {"name": "single", "metric": "accuracy", "smaller_is_better": False})
@@ -273,7 +273,7 @@ def test_optuna_sees_parameters_ranges_values_and_states(lab: Any) -> None:
 
 
 @pytest.mark.slow
-def test_the_dashboard_opens_the_store(lab: Any) -> None:
+def test_the_optuna_dashboard_opens_the_store(lab: Any) -> None:
     dashboard = pytest.importorskip("optuna_dashboard", reason="pip install optuna-dashboard")
     done = lab.run(SCRIPT, "grid", hyperparameters=RANGES)
     app = dashboard.wsgi(lab.store.storage)
@@ -295,14 +295,14 @@ def test_the_dashboard_opens_the_store(lab: Any) -> None:
 # ------------------------------------------------------------------ jobs
 
 
-def test_what_became_of_a_job_is_in_its_files(lab: Any) -> None:
+def test_the_result_of_a_job_is_read_from_its_files(lab: Any) -> None:
     for number, code in ((1, "0"), (2, "3"), (10, "143")):
         folder = lab.store.home / "jobs" / str(number)
         attempt = Attempt.of(folder, 0)
         attempt.folder.mkdir(parents=True)
         (attempt.folder / "exit").write_text(code)
         (folder / "job.json").write_text(json.dumps({"name": "infer", "started": "2026-01-02T03:04:05+00:00"}))
-    attempt.ask("cancel")
+    attempt.request_exit("cancel")
     assert [(job.id, job.state, job.exit_code) for job in lab.store.jobs()] == [
         (1, "COMPLETED", 0),
         (2, "ERROR", 3),
@@ -311,7 +311,7 @@ def test_what_became_of_a_job_is_in_its_files(lab: Any) -> None:
     assert lab.store.job(1).started == datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
 
 
-def test_what_else_lies_beside_jobs_is_none(lab: Any) -> None:
+def test_other_files_beside_jobs_are_ignored(lab: Any) -> None:
     for name in ("1 (copy)", "notes"):
         (lab.store.home / "jobs" / name).mkdir(parents=True)
         (lab.store.home / "jobs" / name / "job.json").write_text("{}")
@@ -367,12 +367,14 @@ def server() -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_many_processes_may_open_an_empty_server_at_once(server: str, tmp_path: Path) -> None:
+def test_many_processes_may_open_an_empty_database_server_at_once(server: str, tmp_path: Path) -> None:
     assert _open_at_once(str(tmp_path / "home"), server, "psycopg") == [0] * 4
 
 
 @pytest.mark.slow
-def test_an_experiment_runs_on_a_server_as_on_a_file(server: str, lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_experiment_on_a_database_server_equals_one_on_a_file(
+    server: str, lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     on_file = lab.run(SCRIPT, "grid", hyperparameters=RANGES)
     monkeypatch.setenv("DOVETAIL_STORE", server)
     lab.store = Store.open(lab.folder / "elsewhere")
@@ -384,7 +386,7 @@ def test_an_experiment_runs_on_a_server_as_on_a_file(server: str, lab: Any, monk
     ]
     assert on_server.trials[0].started is not None
     assert abs(datetime.now(timezone.utc) - on_server.trials[0].started) < timedelta(minutes=1)
-    # A process of its own is told where the server is, too.
+    # A separate process receives the address of the server, too.
     monkeypatch.delenv("DOVETAIL_STORE")
     record = lab.create("report(1, 0.5)")
     assert start_detached(lab.store, record.id).wait(120) == 0
@@ -395,7 +397,7 @@ def test_an_experiment_runs_on_a_server_as_on_a_file(server: str, lab: Any, monk
 
 
 @pytest.mark.slow
-def test_a_server_that_does_not_answer_is_one_sentence_without_the_password(server: str, tmp_path: Path) -> None:
+def test_an_unreachable_server_raises_one_sentence_without_the_password(server: str, tmp_path: Path) -> None:
     place = server.rpartition("@")[2]
     with pytest.raises(ExperimentError) as raised:
         Store.open(tmp_path, f"postgresql://dovetail:wrong-secret@{place}")
@@ -403,12 +405,12 @@ def test_a_server_that_does_not_answer_is_one_sentence_without_the_password(serv
     assert "wrong-secret" not in str(raised.value)
 
 
-def test_a_store_that_is_no_url_is_one_sentence(tmp_path: Path) -> None:
+def test_a_store_that_is_not_a_url_raises_a_one_sentence_error(tmp_path: Path) -> None:
     with pytest.raises(ExperimentError, match="expected a URL such as postgresql://user@host/name"):
         Store.open(tmp_path, "somewhere")
 
 
-def test_an_address_that_cannot_be_read_is_one_sentence_without_the_password(tmp_path: Path) -> None:
+def test_an_unreadable_address_raises_one_sentence_without_the_password(tmp_path: Path) -> None:
     pytest.importorskip("psycopg", reason="pip install 'psycopg[binary]'")
     with pytest.raises(ExperimentError, match=r"^the store at host:port/lab: expected a URL such as ") as raised:
         Store.open(tmp_path, "postgresql://me:tree-frog@host:port/lab")
@@ -417,7 +419,7 @@ def test_an_address_that_cannot_be_read_is_one_sentence_without_the_password(tmp
     assert raised.value.__suppress_context__
 
 
-def test_a_runner_of_its_own_finds_another_file_of_studies(lab: Any) -> None:
+def test_a_separate_runner_opens_the_given_study_file(lab: Any) -> None:
     lab.store = Store.open(lab.folder / "home", f"sqlite:///{lab.folder / 'other.db'}")
     record = lab.create("report(1, 0.5)")
     assert start_detached(lab.store, record.id).wait(120) == 0

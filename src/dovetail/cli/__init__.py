@@ -1,4 +1,4 @@
-"""The command line `dovetail`. It does not import torch at start."""
+"""Command line `dovetail`, which starts without importing torch."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ app = typer.Typer(
     help="Train PyTorch models from pieces that fit together.",
     epilog=EXIT_CODES,
     no_args_is_help=True,
+    # An unexpected error shows Python's own traceback, which can be searched and pasted.
     pretty_exceptions_enable=False,
 )
 app.add_typer(experiment.app, name="experiment")
@@ -43,9 +44,11 @@ app.add_typer(checkpoint.app, name="c", hidden=True)
 def main() -> None:
     """Run the command line. A mistake of the user prints one sentence on stderr, and the exit code is 1."""
     with warnings.catch_warnings():
+        # A warning is a sentence for the user here; a file and a line of this library would not help.
         warnings.showwarning = _print_warning
         try:
             app()
+        # Errors of these types have a message for the user; any other type is a bug and keeps its traceback.
         except (DovetailError, OSError) as error:
             print_line(f"dovetail: {error}", to_stderr=True)
             raise SystemExit(1) from None

@@ -17,17 +17,21 @@ from dovetail.cli.output import (
     StoreUrl,
     bytes_text,
     console,
+    fit_columns,
     make_table,
     moment,
     open_store,
     plain,
     print_facts,
     print_json,
+    print_prose,
 )
 from dovetail.errors import CheckpointError, ConfigError
 from dovetail.printing import printable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from dovetail.checkpoint import CheckpointInfo
 
 app = typer.Typer(help="Inspect, verify, list, export and prune checkpoints.", no_args_is_help=True)
@@ -81,22 +85,38 @@ def list_(
     """List the checkpoints in a directory, oldest first."""
     from dovetail.checkpoint.store import scan
 
-    infos, damaged = scan(_existing(_place(path, trial, home, store)))
+    folder = _existing(_place(path, trial, home, store))
+    infos, damaged = scan(folder)
     if as_json:
         return print_json({"checkpoints": [_as_dict(info) for info in infos], "damaged": [str(e) for e in damaged]})
-    rows = [
-        (
-            info.path.name,
-            "" if info.step is None else str(info.step),
-            moment(info.created),
-            bytes_text(info.size),
-            ", ".join(f"{name} {value:.6g}" for name, value in info.metrics.items()),
-        )
+    if infos:
+        _print_table(infos)
+    else:
+        print_prose(f"there are no checkpoints in {folder}")
+    return _report_damaged(damaged)
+
+
+def _print_table(infos: Sequence[CheckpointInfo]) -> None:
+    """Print a row for each checkpoint, with a column for each metric; the columns that do not fit are named."""
+    names = sorted({name for info in infos for name in info.metrics})
+    metrics = sorted(names, key=lambda name: name.startswith("train_"))
+    every = [
+        {
+            "name": info.path.name,
+            "step": "" if info.step is None else str(info.step),
+            **{name: f"{info.metrics[name]:.4g}" if name in info.metrics else "" for name in metrics},
+            "size": bytes_text(info.size),
+            "created": moment(info.created),
+        }
         for info in infos
     ]
-    columns = ("name", "step", "created", "size", "metrics")
-    console().print(make_table(*columns, numbers=("step", "size"), long="metrics", rows=rows))
-    return _report_damaged(damaged)
+    screen = console()
+    # Values of validation are dropped last, because they tell which checkpoint is the best.
+    shown = fit_columns(every, screen.width, ["train_lr", "created", *reversed(metrics), "size"])
+    numbers = ("step", "size", *metrics)
+    screen.print(make_table(*shown[0], numbers=numbers, long="name", rows=[list(row.values()) for row in shown]))
+    if hidden := [name for name in every[0] if name not in shown[0]]:
+        print_prose(f"not shown in {screen.width} columns: {', '.join(hidden)}; --json prints everything")
 
 
 @app.command()
@@ -112,7 +132,9 @@ def export(
     """Write the model weights of a checkpoint to one file: .safetensors, or torch.save (.pt, .pth, .ckpt)."""
     from dovetail import checkpoint
     from dovetail.checkpoint.model_file import model_format
+    from dovetail.trainers.frozen import with_base
 
+    # Checked first, because reading a large checkpoint for an unknown file type would take minutes.
     format = model_format(output)
     source = _place(path, trial, home, store)
     if trial is not None:
@@ -120,7 +142,7 @@ def export(
         if found is None:
             raise CheckpointError(f"trial {trial} has no checkpoints in {source}")
         source = found
-    state = checkpoint.load(source)
+    state = with_base(checkpoint.load(source), None)
     if not isinstance(state.get("model"), dict):
         raise CheckpointError(
             f"{source}: there is no model in it (it has: {', '.join(sorted(map(str, state))) or 'nothing'})"
@@ -146,6 +168,7 @@ def prune(
     from dovetail.checkpoint import CheckpointWarning
     from dovetail.checkpoint.store import scan
 
+    # The default is None, not "min", so that an option without effect can be reported.
     if mode is not None and keep_best is None:
         raise ConfigError(f"--mode: {mode.value!r} has no effect without --keep-best and --metric")
     infos, damaged = scan(_existing(path))
@@ -173,6 +196,7 @@ def best_checkpoint(trial: Path) -> Path | None:
     from dovetail.search.checkpoints import checkpoints_of
 
     found = {checkpoint.path.name: checkpoint.path for checkpoint in checkpoints_of(trial)}
+    # The trainer stores the best checkpoint under this name; others are named by their batch.
     return found.get("best_ck") or next(reversed(found.values()), None)
 
 

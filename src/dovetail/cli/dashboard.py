@@ -28,6 +28,7 @@ def dashboard(
     opened = open_store(home, store)
     guarded = Guarded(pages.wsgi(opened.storage))
     try:
+        # Bound before the address is printed: the port may be taken, and 0 becomes a number only here.
         server = LocalServer(port, guarded)
     except OSError as error:
         raise ConfigError(f"port {port}: {error.strerror}: choose another --port, or 0 for any") from error
@@ -50,6 +51,7 @@ def _start_tensorboard(folder: Path, host: str) -> str:
 
     def make_server(application: Any, flags: Any) -> Any:
         guards.append(Guarded(application))
+        # TensorBoard has no protection itself, so it gets the same token check.
         return program.WerkzeugServer(guards[-1], flags)
 
     board = program.TensorBoard(server_class=make_server)

@@ -13,8 +13,8 @@ from typing import Annotated
 
 import typer
 
-from dovetail.cli.output import console, make_table
-from dovetail.demos import DEMOS, catalogue
+from dovetail.cli.output import console, make_table, print_command, print_prose
+from dovetail.demos import DEMOS, Outcome, catalogue
 from dovetail.errors import ConfigError, UnknownNameError
 
 
@@ -40,8 +40,9 @@ def demo(
         raise UnknownNameError("demo", name, DEMOS)
     # Set this before torch is imported. A second core does not make such a small model faster, and is slower when busy.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Never an existing result: each run of a demo has its folder.
     folder = _free_folder(name) if output is None else _empty_folder(output)
-    print(DEMOS[name].shows)
+    print_prose(DEMOS[name].shows)
     print(f"writes to {folder}\n", flush=True)
 
     try:
@@ -53,15 +54,26 @@ def demo(
         raise
 
     if outcome.rows:
-        console().print(make_table(*outcome.columns, numbers=outcome.columns[1:], rows=outcome.rows))
+        console().print(make_table(*outcome.columns, numbers=_numbers(outcome), rows=outcome.rows))
     print("\nwritten:")
     written = {str(folder / each): what for each, what in outcome.files.items() if (folder / each).exists()}
     for path, what in written.items():
-        print(f"  {path.ljust(max(map(len, written)))}  {what}")
+        print_prose(what, f"  {path.ljust(max(map(len, written)))}  ")
     code = Path(catalogue.__file__).with_name(f"{name}.py")
     words = {"folder": shlex.quote(str(folder)), "dovetail": _command(), "code": _short_path(code)}
-    print(f"next step:\n  {DEMOS[name].next_step.format(**words)}")
-    print(f"\nresult: {outcome.result}")
+    print("next step:")
+    if DEMOS[name].preparation:
+        print_prose(DEMOS[name].preparation.format(**words), "  ")
+    print_command(DEMOS[name].next_step.format(**words))
+    print()
+    print_prose(f"result: {outcome.result}")
+
+
+def _numbers(outcome: Outcome) -> list[str]:
+    """Return the headings of the columns whose cells are mostly numbers, which are aligned at the right."""
+    columns = zip(*outcome.rows, strict=True)
+    counts = [sum(cell[:1].isdigit() for cell in column) for column in columns]
+    return [name for name, count in zip(outcome.columns, counts, strict=True) if 2 * count >= len(outcome.rows)]
 
 
 def _command() -> str:
@@ -81,7 +93,7 @@ def _typed(program: str) -> str:
 
 
 def _short_path(path: Path) -> str:
-    """Return a path for a shell, relative if it lies below the current folder."""
+    """Return a path for a shell, relative if it is below the current folder."""
     return shlex.quote(os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path))
 
 

@@ -76,6 +76,7 @@ def checkup(folder: Path, home: Path | None = None, store: str | None = None) ->
             *check_shared_memory(),
             check_store(home, store),
         ]
+        # The slow answers are awaited last, although the table shows them in the middle.
         return [*before, *check_torch(answers_of(probe)), *after]
 
 
@@ -96,11 +97,14 @@ def table(checks: Sequence[Check], width: int) -> Text:
         if check.part != part:
             text.append("\n")
             part = check.part
-        found = [printable(line) for line in textwrap.wrap(check.found, max(width - indent, 20))] or [""]
+        # Names of packages and paths have hyphens.
+        lines = textwrap.wrap(check.found, max(width - indent, 20), break_on_hyphens=False)
+        found = [printable(line) for line in lines] or [""]
         text.append(check.status.ljust(9), _STYLES[check.status]).append(check.name.ljust(widest + 2), "bold")
         text.append(("\n" + " " * indent).join(found) + "\n")
         if check.remedy:
             # Never wrapped, so that it can be copied.
             text.append(f"{' ' * indent}→ ").append(f"{printable(check.remedy)}\n", "cyan")
+    # The console adds the last line break.
     text.right_crop(1)
     return text

@@ -24,6 +24,7 @@ from dovetail.cli.output import (
     console,
     describe_experiment,
     describe_trial,
+    fit_columns,
     hparams_text,
     make_table,
     metric_fields,
@@ -31,6 +32,7 @@ from dovetail.cli.output import (
     open_store,
     print_facts,
     print_json,
+    print_prose,
     state_text,
 )
 from dovetail.errors import ConfigError
@@ -46,8 +48,11 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Create experiments, watch, pause and compare them.", no_args_is_help=True, epilog=EXIT_CODES)
 
+# Trials have 30 seconds to save, and a launcher needs some more.
 _SECONDS_TO_LEAVE = 60.0
 _SECONDS_TO_APPEAR = 10.0
+# In a narrow terminal, the list of experiments has no time if it leaves less than this to their names.
+_LEAST_NAME = 20
 
 
 _Id = Annotated[int, typer.Argument(metavar="ID", help="The experiment.", autocompletion=completion("experiments/*"))]
@@ -77,12 +82,14 @@ def create(
     from dovetail.search.schema import read_experiment
     from dovetail.search.store import Store
 
+    # `--cluster` last, so that it wins over a setting of the same key.
     overrides = [*(settings or []), *([] if cluster is None else [f"resources.cluster={cluster}"])]
     wanted = read_experiment(config, overrides, context_dir=context_dir)
     if test:
         with warnings.catch_warnings():
             # These warnings were shown when the file was first read.
             warnings.simplefilter("ignore", UserWarning)
+            # The file is read a second time, because the test replaces searcher and hyperparameters.
             wanted = read_experiment(config, [*overrides, *_test_settings(wanted)])
     opened = Store.open(home, store)
     record = opened.create_experiment(wanted, config.read_text(encoding="utf-8"), context_dir)
@@ -99,23 +106,29 @@ def list_(home: Home = None, store: StoreUrl = None, as_json: AsJson = False) ->
     try:
         records = open_store(home, store).experiments()
     except ExperimentError as error:
+        # Without a store there are no experiments: for a program, this is an empty list and not an error.
         return print_json([]) if as_json else print(error, file=sys.stderr)
     if as_json:
         return print_json([describe_experiment(record) for record in records])
+    if not records:
+        return print("there are no experiments", file=sys.stderr)
     rows = [
-        (
-            str(record.id),
-            record.name,
-            state_text(record),
-            str(len(record.trials)),
-            _best_cell(record),
-            moment(record.created),
-            str(duration(record.created, record.ended)),
-        )
+        {
+            "id": str(record.id),
+            "name": record.name,
+            "state": state_text(record),
+            "trials": str(len(record.trials)),
+            "best": _best_cell(record),
+            "created": moment(record.created),
+            "time": str(duration(record.created, record.ended)),
+        }
         for record in records
     ]
-    columns = ("id", "name", "state", "trials", "best", "created", "time")
-    return console().print(make_table(*columns, numbers=("id", "trials", "best", "time"), long="name", rows=rows))
+    screen, longest = console(), max(len(record.name) for record in records)
+    rows = fit_columns(rows, screen.width, ["time"], {"name": min(longest, _LEAST_NAME)})
+    cells = [list(row.values()) for row in rows]
+    numbers = ("id", "trials", "best", "time")
+    return screen.print(make_table(*rows[0], numbers=numbers, long="name", rows=cells))
 
 
 @app.command()
@@ -141,14 +154,15 @@ def describe(id: _Id, home: Home = None, store: StoreUrl = None, as_json: AsJson
         }
     )
     # The table of trials includes the warnings.
-    console().print(trials_view(record))
+    screen = console()
+    screen.print(trials_view(record, width=screen.width))
     return _print_reasons(record)
 
 
 @app.command()
 def logs(
     id: _Id,
-    trial: Annotated[int | None, typer.Option(metavar="NUMBER", help="Print the log of this trial.")] = None,
+    trial: Annotated[int | None, typer.Option(metavar="ID", help="Print the log of this trial.")] = None,
     follow: FollowLog = False,
     home: Home = None,
     store: StoreUrl = None,
@@ -160,15 +174,13 @@ def logs(
     record = opened.experiment(id)
     if trial is None:
         path, what = record.directory / "runner.log", f"experiment {id}"
-    elif 0 <= trial < len(record.trials):
-        path, what = record.trials[trial].directory / "log.txt", f"trial {trial} of experiment {id}"
     else:
-        raise ConfigError(f"experiment {id} has no trial {trial} (there are {len(record.trials)}, numbered from 0)")
+        path, what = record.trial(trial).directory / "log.txt", f"trial {trial} of experiment {id}"
     begun = time.monotonic()
 
     def is_over() -> bool:
         now = opened.experiment(id)
-        if trial is not None and now.trials[trial].state not in ("RUNNING", "WAITING"):
+        if trial is not None and now.trial(trial).state not in ("RUNNING", "WAITING"):
             return True
         # A runner that was just started may not have written anything yet.
         is_awaited = now.state == "ACTIVE" and time.monotonic() - begun < _SECONDS_TO_APPEAR
@@ -245,10 +257,10 @@ def best(
     if as_yaml:
         return print(to_yaml(config), end="")
     if as_json:
-        return print_json({**describe_trial(trial), **metric_fields(record), "checkpoint": checkpoint})
+        return print_json({**describe_trial(trial, record), **metric_fields(record), "checkpoint": checkpoint})
     return print_facts(
         {
-            "trial": f"{trial.number} (id {trial.id})",
+            "trial": str(trial.id),
             record.metric_label: f"{shown(trial.best)} after {counted(trial.best_at, 'batch', 'batches')}",
             "hyperparameters": hparams_text(trial.hparams),
             "checkpoint": "none" if checkpoint is None else str(checkpoint),
@@ -293,6 +305,7 @@ def _run(store: Store, record: ExperimentRecord, follow: bool) -> None:
     if not follow:
         process = start_detached(store, record.id)
         return print(f"process {process.pid} runs it; follow it with 'dovetail experiment logs {record.id} --follow'")
+    # The record of the start: on a pipe, only later changes are printed.
     with watching(record) as show:
         done = Runner(store, record.id, observer=show).run()
     if not sys.stdout.isatty():
@@ -307,9 +320,10 @@ def _run(store: Store, record: ExperimentRecord, follow: bool) -> None:
 
 def _print_reasons(record: ExperimentRecord) -> None:
     """Print why trials failed, each reason once with its first trial."""
+    # In reverse, so that the first trial of a reason overwrites later ones.
     first = {trial.reason: trial for trial in reversed(record.trials) if trial.state == "ERROR" and trial.reason}
     for reason, trial in sorted(first.items(), key=lambda pair: pair[1].number):
-        print(printable(f"trial {trial.number} failed: {reason}"))
+        print_prose(f"trial {trial.id} failed: {reason}")
 
 
 def _show_failures(record: ExperimentRecord) -> None:
@@ -317,8 +331,9 @@ def _show_failures(record: ExperimentRecord) -> None:
     failed = [trial for trial in record.trials if trial.state == "ERROR"]
     if failed:
         first = failed[0]
-        print(printable(f"trial {first.number} failed: {first.reason}"), file=sys.stderr)
-        print(f"see 'dovetail trial logs {first.id}' for details: {first.directory / 'log.txt'}", file=sys.stderr)
+        print_prose(f"trial {first.id} failed: {first.reason}", to_stderr=True)
+        log = first.directory / "log.txt"
+        print_prose(f"see 'dovetail trial logs {first.id}' for details: {log}", to_stderr=True)
 
 
 def _send_request(store: Store, experiment_id: int, command: str) -> None:
@@ -350,6 +365,7 @@ def _test_settings(config: ExperimentConfig) -> list[str]:
     optuna = require("optuna", "search")
     with quiet("optuna"):
         nothing_yet = optuna.create_study()
+    # The same hyperparameters as trial 0 of the real run.
     first = make_searcher(config.searcher, space, config.seed).suggest(nothing_yet, 0)
     searcher, length = config.raw["searcher"], trial_length(config.raw)
     values: dict[str, Any] = {
@@ -363,4 +379,5 @@ def _test_settings(config: ExperimentConfig) -> list[str]:
         "environment": {"environment_variables": {**config.environment, TEST_MODE: "1"}},
         "max_restarts": 0,
     }
+    # JSON is YAML, in which settings of the command line are written.
     return [f"{name}={json.dumps(value)}" for name, value in values.items()]

@@ -49,6 +49,7 @@ def federate(
     # The server itself writes the result files.
     writing = [personal]
     if on_flower:
+        # Before the import of the module, which needs Flower, so that the error names the extra.
         require("flwr", "flower")
         from dovetail.federated.servers.flower import run_on_flower
 

@@ -8,18 +8,18 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dovetail.cli.output import console, hparams_text, make_table
+from dovetail.cli.output import console, fit_columns, hparams_text, make_table, table_width
 from dovetail.errors import ConfigError
 from dovetail.printing import printable
 from dovetail.search.charts import shown
 from dovetail.search.records import ExperimentRecord, TrialRecord
-from dovetail.search.report import duration, flat, searched
+from dovetail.search.report import duration, flat, searched_names
 from dovetail.search.reports import shortened
 from dovetail.units import counted
 
@@ -76,6 +76,7 @@ def _stderr_aside() -> Iterator[Callable[[], str]]:
             return words.decode("utf-8", errors="replace")
 
         sys.stderr.flush()
+        # The descriptor itself is redirected, because child processes and C code write to it without `sys.stderr`.
         terminal = os.dup(2)
         os.dup2(kept.fileno(), 2)
         try:
@@ -101,10 +102,11 @@ def trials_view(record: ExperimentRecord, num_rows: int | None = None, width: in
     trials = record.trials
     if num_rows is not None and len(trials) > num_rows:
         best = record.best_trial
+        # The most important trials last, so that the cut below keeps them.
         wanted = sorted(trials, key=lambda it: (it is best, it.state in ("RUNNING", "WAITING"), it.number))
         trials = tuple(sorted(wanted[-num_rows:], key=lambda it: it.number))
     # If no hyperparameter is searched, all of them are shown.
-    names = searched(record)
+    names = searched_names(record)
     cells = [_cells(trial, names) for trial in trials]
     # Columns that are empty for all trials are left out.
     empty = {
@@ -112,10 +114,18 @@ def trials_view(record: ExperimentRecord, num_rows: int | None = None, width: in
         *(name for name in ("progress", "status") if not any(row[name] for row in cells)),
     }
     cells = [{name: cell for name, cell in row.items() if name not in empty} for row in cells]
-    cells = cells if width is None else _fit_width(cells, width)
+    parts = [] if width is None else ["status", "latest", "restarts", "batches", "progress"]
+    width = width or console().width
+    # Hyperparameters have a column each if they fit; else they are one text, which is shortened.
+    split = fit_columns(_split(cells, trials, names), width, parts)
+    if split and table_width(split) <= width:
+        cells = split
+    else:
+        cells = fit_columns(cells, width, parts, {"hyperparameters": _LEAST_HPARAMS})
+    columns = {name: [row[name] for row in cells] for name in (cells[0] if cells else ())}
     table = make_table(
-        *(cells[0] if cells else ()),
-        numbers=("trial", "id", "progress", "batches", "latest", "best", "restarts"),
+        *columns,
+        numbers=[name for name, column in columns.items() if all(cell[:1] in "–-0123456789" for cell in column)],
         long="hyperparameters",
         rows=[list(row.values()) for row in cells],
         wrap=num_rows is None,
@@ -137,7 +147,7 @@ def summary(record: ExperimentRecord) -> str:
     parts = [
         f"experiment {record.id} ({record.name}) {record.state}" + (f": {record.reason}" if record.reason else ""),
         counted(len(record.trials), "trial") + (f" ({trials})" if trials else ""),
-        *([] if best is None else [f"best {name} {shown(best.best)} (trial {best.number}, id {best.id})"]),
+        *([] if best is None else [f"best {name} {shown(best.best)} (trial {best.id})"]),
         str(duration(record.created, record.ended)),
     ]
     return printable(" · ".join(parts))
@@ -152,14 +162,14 @@ def changes(before: ExperimentRecord | None, after: ExperimentRecord) -> list[st
         >>> trial = TrialRecord(7, 0, 1, "RUNNING", {"lr": 0.1}, Path("."), values={100: 0.5})
         >>> record = ExperimentRecord(1, "demo", "ACTIVE", config, Path("."), datetime(2026, 1, 1), trials=(trial,))
         >>> print(*changes(None, record), sep="\n")
-        trial 0 (id 7) RUNNING: lr 0.1
-        trial 0 (id 7) loss 0.5 after 100 batches
+        trial 7 RUNNING: lr 0.1
+        trial 7 loss 0.5 after 100 batches
     """
     known = () if before is None else before.warnings
     lines = [f"warning: {warning}" for warning in after.warnings if warning not in known]
     for trial in after.trials:
         old = before.trials[trial.number] if before is not None and trial.number < len(before.trials) else None
-        name = f"trial {trial.number} (id {trial.id})"
+        name = f"trial {trial.id}"
         if old is None:
             lines.append(f"{name} RUNNING: {hparams_text(trial.hparams)}")
         lines += [
@@ -205,24 +215,26 @@ def print_log(path: Path, what: str, is_over: Callable[[], bool] | None = None) 
         time.sleep(_POLL_SECONDS)
 
 
-def _fit_width(cells: list[dict[str, str]], width: int) -> list[dict[str, str]]:
-    """Return the cells without the columns that a terminal has no room for, the least important first."""
-    for dropped in ("status", "latest", "restarts", "progress", "batches"):
-        columns = [(name, *(row[name] for row in cells)) for name in (cells[0] if cells else ())]
-        natural = [_LEAST_HPARAMS if it[0] == "hyperparameters" else max(map(len, it)) for it in columns]
-        # Every column has a space on both sides and a line.
-        if sum(natural) + 3 * len(natural) + 1 <= width:
-            break
-        cells = [{name: cell for name, cell in row.items() if name != dropped} for row in cells]
-    return cells
+def _split(cells: list[dict[str, str]], trials: Sequence[TrialRecord], names: set[str]) -> list[dict[str, str]]:
+    """Return cells with a column for each searched hyperparameter instead of one text; empty if a heading is taken."""
+    found = [flat(trial.hparams) for trial in trials]
+    ordered = [name for name in dict.fromkeys(name for each in found for name in each) if name in names]
+    headings = [name.rpartition(".")[2] for name in ordered]
+    if not ordered or len({*headings, *cells[0]}) < len(headings) + len(cells[0]):
+        return []
+    split = []
+    for row, hparams in zip(cells, found, strict=True):
+        own = {heading: shown(hparams.get(name)) for name, heading in zip(ordered, headings, strict=True)}
+        before = {name: row[name] for name in ("trial", "state")}
+        split.append(before | own | {name: cell for name, cell in row.items() if name != "hyperparameters"})
+    return split
 
 
 def _cells(trial: TrialRecord, names: set[str]) -> dict[str, str]:
     is_at_work = trial.state in ("RUNNING", "WAITING")
     hparams = {name: value for name, value in flat(trial.hparams).items() if not names or name in names}
     return {
-        "trial": str(trial.number),
-        "id": str(trial.id),
+        "trial": str(trial.id),
         "state": trial.state,
         "hyperparameters": hparams_text(hparams),
         "progress": f"{trial.progress:.0%}" if trial.progress and is_at_work else "",

@@ -52,6 +52,7 @@ def run(
         sys.stdout.flush()
 
     record = run_job(Store.open(home, store), config, context_dir, settings or [], say)
+    # On stderr, so that stdout has the output of the job alone.
     print(f"job {record.id} {record.state}", file=sys.stderr)
     if record.state != "COMPLETED":
         raise typer.Exit(130 if record.state == "CANCELED" else 3)

@@ -48,6 +48,7 @@ def new(
         if not folder.is_dir() or any(folder.iterdir()):
             raise ConfigError(f"{folder} exists and is not an empty folder: choose another name or --into") from None
     for file, text in sorted(files.items()):
+        # "x" raises if the file exists, for example because two commands run at once.
         with (folder / file).open("x", encoding="utf-8", newline="\n") as stream:
             stream.write(text)
     print(f"created {folder} with {', '.join(sorted(files))}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -65,7 +66,38 @@ _STYLES = {
 
 def print_line(text: str, *, to_stderr: bool = False) -> None:
     """Print text that may come from a file; only its line breaks have an effect."""
-    print("\n".join(map(printable, text.split("\n"))), file=sys.stderr if to_stderr else sys.stdout)
+    for line in text.split("\n"):
+        print_prose(line, to_stderr=to_stderr)
+
+
+def print_prose(text: str, first: str = "", *, to_stderr: bool = False) -> None:
+    """Print a text behind a prefix. A terminal shows whole words: further lines are indented like the first one.
+
+    Args:
+        text: The text, which may come from a file; in a pipe it is one line.
+        first: The prefix of the first line.
+        to_stderr: Print to stderr instead of stdout.
+    """
+    stream = sys.stderr if to_stderr else sys.stdout
+    text = printable(text)
+    if stream.isatty():
+        indent = " " * len(first)
+        text = "\n".join(_whole_words(text, indent, indent))[len(first) :]
+    print(f"{first}{text}", file=stream, flush=True)
+
+
+def print_command(command: str) -> None:
+    """Print a shell command; on a terminal a long one has line breaks that a shell accepts."""
+    lines = _whole_words(command, "  ", "    ", spare=2) if sys.stdout.isatty() else [f"  {command}"]
+    print(" \\\n".join(lines))
+
+
+def _whole_words(text: str, first: str, others: str, spare: int = 0) -> list[str]:
+    """Return a text in lines of the terminal's width; names with a hyphen, such as paths, are not broken."""
+    width = max(console().width - spare, len(others) + 20)
+    return textwrap.wrap(
+        text, width, initial_indent=first, subsequent_indent=others, break_long_words=False, break_on_hyphens=False
+    ) or [first]
 
 
 def open_store(home: Path | None, url: str | None, made_by: str = "experiment create") -> Store:
@@ -83,6 +115,7 @@ def open_store(home: Path | None, url: str | None, made_by: str = "experiment cr
     from dovetail.search.store import Store, home_directory
 
     folder = home_directory(home)
+    # A command that only reads must not create an empty store in the wrong folder.
     if url is None and not (folder / "store.db").exists():
         what = made_by.partition(" ")[0]
         raise ExperimentError(
@@ -111,6 +144,7 @@ def console() -> Console:
     """Return the console for tables; in a pipe lines are not shortened."""
     from rich.console import Console
 
+    # Rich assumes 80 columns for a pipe, and would cut the cells that a script reads.
     return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=200)
 
 
@@ -136,6 +170,36 @@ def plain(value: Any) -> Any:
     if isinstance(value, datetime):
         return value.astimezone(timezone.utc).isoformat(timespec="seconds")
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def fit_columns(
+    cells: list[dict[str, str]], width: int, dropped: Iterable[str], least: Mapping[str, int] | None = None
+) -> list[dict[str, str]]:
+    """Return the cells of a table without the columns that a terminal has no room for.
+
+    Args:
+        cells: The cells of each row, by heading; all rows have the same headings.
+        width: The columns of the terminal.
+        dropped: The headings that may be left out, the least important first.
+        least: The width of columns that can be shortened, by heading.
+
+    Example:
+        >>> fit_columns([{"name": "best", "size": "12 MB", "loss": "0.5"}], 16, ["size"])
+        [{'name': 'best', 'loss': '0.5'}]
+    """
+    for name in dropped:
+        if table_width(cells, least) <= width:
+            break
+        cells = [{heading: cell for heading, cell in row.items() if heading != name} for row in cells]
+    return cells
+
+
+def table_width(cells: Sequence[Mapping[str, str]], least: Mapping[str, int] | None = None) -> int:
+    """Return the columns of the terminal that a table needs; see `fit_columns`."""
+    columns = [(heading, *(row[heading] for row in cells)) for heading in (cells[0] if cells else ())]
+    natural = [(least or {}).get(it[0]) or max(len(printable(cell)) for cell in it) for it in columns]
+    # Every column has a space on both sides and a line.
+    return sum(natural) + 3 * len(natural) + 1
 
 
 # The one column that gives way in a narrow terminal has at least this width.
@@ -174,20 +238,26 @@ def make_table(
         # Otherwise a narrow terminal cuts numbers and states, too.
         most = max(natural + min(left, 0), _LEAST_WIDTH) if name == long else None
         keeps = name != long or not wrap
-        table.add_column(Text(printable(name)), justify=justify, no_wrap=keeps, overflow="ellipsis", max_width=most)
+        # A name without spaces is shown as a whole, too.
+        overflow: Literal["ellipsis", "fold"] = "ellipsis" if keeps else "fold"
+        table.add_column(Text(printable(name)), justify=justify, no_wrap=keeps, overflow=overflow, max_width=most)
     for row in rows:
+        # `Text` objects, because rich would read brackets in a plain string as markup.
         table.add_row(*(Text(printable(cell), style=_STYLES.get(cell.partition(" ")[0], "")) for cell in row))
     return table
 
 
 def print_facts(facts: Mapping[str, str]) -> None:
-    """Print names and values, one pair per line; a terminal wraps long lines."""
+    """Print names and values, one pair per line; a terminal breaks long values between words."""
     from rich.text import Text
 
     escaped = {printable(name): printable(value) for name, value in facts.items()}
     screen, width = console(), max(map(len, escaped))
     for name, value in escaped.items():
         style = _STYLES.get(value.partition(" ")[0].rstrip(":"), "")
+        indent = " " * (width + 2)
+        if sys.stdout.isatty():
+            value = "\n".join(_whole_words(value, indent, indent)).lstrip()
         screen.print(Text.assemble((name.ljust(width), "bold"), "  ", (value, style)), soft_wrap=True)
 
 
@@ -240,13 +310,12 @@ def describe_experiment(record: ExperimentRecord, *, whole: bool = False) -> dic
         **metric_fields(record),
         **_fields(record, "smaller_is_better"),
         "num_trials": len(record.trials),
-        "best_trial": best and best.number,
         "best_trial_id": best and best.id,
         "best": best and best.best,
         **_fields(record, "created", "ended", "directory", "warnings"),
     }
     if whole:
-        described |= {"config": record.config, "trials": [describe_trial(trial) for trial in record.trials]}
+        described |= {"config": record.config, "trials": [describe_trial(trial, record) for trial in record.trials]}
     return described
 
 
@@ -255,12 +324,14 @@ def metric_fields(record: ExperimentRecord) -> dict[str, Any]:
     return {"metric": record.metric or None, "is_first_metric": not record.config["searcher"].get("metric")}
 
 
-def describe_trial(record: TrialRecord, *, whole: bool = False) -> dict[str, Any]:
+def describe_trial(record: TrialRecord, experiment: ExperimentRecord, *, whole: bool = False) -> dict[str, Any]:
     """Return the `--json` output of a trial; `whole` adds every value of its metric."""
     return {
-        **_fields(record, "id", "number", "experiment_id", "state", "reason", "hparams", "best", "best_at", "latest"),
+        **_fields(record, "id", "experiment_id", "state", "reason", "hparams", "best", "best_at", "latest"),
         "batches": record.steps,
-        **_fields(record, "progress", "status", "restarts", "source", "started", "ended", "directory"),
+        **_fields(record, "progress", "status", "restarts"),
+        "source": experiment.source_id(record),
+        **_fields(record, "started", "ended", "directory"),
         **({"values": record.values} if whole else {}),
     }
 

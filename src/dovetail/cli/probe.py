@@ -26,6 +26,7 @@ def main() -> None:
             line = {"name": name, "found": probe()}
         except Exception as error:
             line = {"name": name, "error": f"{type(error).__name__}: {error}"}
+        # Flushed line by line: if a later probe crashes the process, earlier results are not lost.
         print(json.dumps(line), flush=True)
 
 
@@ -55,6 +56,7 @@ def _gloo() -> float:
 
     def join(rank: int, store: Any) -> None:
         try:
+            # Directly, without `init_process_group`, which allows one group per process.
             group = dist.ProcessGroupGloo(store, rank, 2, _PATIENCE)
             tensor = torch.tensor([rank + 1.0])
             group.allreduce([tensor]).wait()

@@ -59,6 +59,7 @@ class Guarded:
         cookie = f"dovetail-{environment['SERVER_PORT']}"
         query = parse_qsl(environment.get("QUERY_STRING", ""), keep_blank_values=True)
         given = [value for name, value in query if name == _TOKEN]
+        # The token moves from the address to a cookie, so that it is not in the browser's history and in referrers.
         if given and environment.get("REQUEST_METHOD") == "GET":
             if not self._is_token(given[-1]):
                 return _refused(start, "401 Unauthorized", _HOW)
@@ -75,6 +76,7 @@ class Guarded:
         return self._application(environment, start)
 
     def _is_token(self, text: str) -> bool:
+        # Takes the same time for every wrong token, so that it cannot be guessed letter by letter.
         return hmac.compare_digest(text.encode("utf-8", "replace"), self.token.encode())
 
 

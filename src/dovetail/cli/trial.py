@@ -48,12 +48,12 @@ def describe(id: _Id, home: Home = None, store: StoreUrl = None, as_json: AsJson
     opened = open_store(home, store)
     record = opened.trial(id)
     experiment = opened.experiment(record.experiment_id)
-    metric = experiment.metric_label
+    metric, source = experiment.metric_label, experiment.source_id(record)
     if as_json:
-        return print_json({**describe_trial(record, whole=True), **metric_fields(experiment)})
+        return print_json({**describe_trial(record, experiment, whole=True), **metric_fields(experiment)})
     return print_facts(
         {
-            "trial": f"{record.number} of experiment {record.experiment_id}",
+            "trial": f"{record.id} of experiment {record.experiment_id}",
             "state": record.state + (f": {record.reason}" if record.reason else ""),
             "hyperparameters": hparams_text(record.hparams),
             f"best {metric}": shown(record.best)
@@ -62,7 +62,7 @@ def describe(id: _Id, home: Home = None, store: StoreUrl = None, as_json: AsJson
             "batches": str(record.steps) + ("" if record.progress is None else f" ({record.progress:.0%} done)"),
             **({} if record.status is None else {"status": record.status}),
             "restarts": str(record.restarts),
-            **({} if record.source is None else {"started from": f"a checkpoint of trial {record.source}"}),
+            **({} if source is None else {"started from": f"a checkpoint of trial {source}"}),
             "started": moment(record.started),
             "time": str(duration(record.started, record.ended)),
             "folder": str(record.directory),
@@ -80,6 +80,7 @@ def logs(id: _Id, follow: FollowLog = False, home: Home = None, store: StoreUrl 
 
     def is_over() -> bool:
         is_running = opened.experiment(record.experiment_id).is_running
+        # Without a runner, the state would stay RUNNING forever after a crash.
         return not is_running or opened.trial(id).state not in ("RUNNING", "WAITING")
 
     print_log(record.directory / "log.txt", f"trial {id}", is_over if follow else None)

@@ -16,7 +16,7 @@ class Outcome:
     Attributes:
         result: The result in one sentence.
         files: Descriptions of the written files and folders by name; files that could not be written are missing.
-        columns: The headings of a table, if there is one; all columns except the first contain numbers.
+        columns: The headings of a table, if there is one.
         rows: The cells of the table.
     """
 
@@ -33,16 +33,19 @@ class Demo:
     Attributes:
         name: The name of the demo and of its module.
         shows: A sentence about what the demo shows.
-        next_step: What to do next; `{folder}` is replaced by the folder of the demo, `{dovetail}` by the command line,
-            and `{code}` by the source file of the demo.
+        next_step: A command to type next; `{folder}` is replaced by the folder of the demo, `{dovetail}` by the command
+            line, and `{code}` by the source file of the demo.
+        preparation: What to do before that, with the same replacements; empty if there is nothing to do.
     """
 
     name: str
     shows: str
     next_step: str
+    preparation: str = ""
 
     def run(self, folder: Path) -> Outcome:
         """Run the demo, and write its files into an empty folder."""
+        # Imported here, because the list of demos must not import torch.
         run = cast("Callable[[Path], Outcome]", importlib.import_module(f"dovetail.demos.{self.name}").run)
         return run(folder)
 
@@ -58,13 +61,14 @@ DEMOS: Mapping[str, Demo] = {
         Demo(
             "gan",
             "Two networks compete, each with an optimizer that is stepped by hand.",
-            "read how the program steps two optimizers: {code}",
+            "less {code}",
+            "read how the program steps two optimizers:",
         ),
         Demo(
             "experiment",
             "A hyperparameter search: trials run as processes, and successive halving stops the worse ones early.",
-            "edit {folder}/search.yaml, then: "
             "{dovetail} experiment create {folder}/search.yaml {folder}/code --home {folder}/home",
+            "edit {folder}/search.yaml, then search again:",
         ),
         Demo(
             "federated",

@@ -32,6 +32,7 @@ def run(folder: Path, *, num_epochs: int = 40) -> Outcome:
         lambda: cnn(channels=1, size=8, classes=10),
         optimizer=partial(AdamW, lr=5e-3),
         scheduler=partial(ReduceLROnPlateau, factor=0.3, patience=2),
+        # Longer than the patience of the schedule, so that a smaller learning rate gets a chance first.
         callbacks=[EarlyStopping("valid_loss", patience=8, restore_best=True)],
         num_epochs=num_epochs,
         checkpoint_dir=folder / "run",
@@ -66,6 +67,7 @@ def _draw(history: History, images: Tensor, labels: Tensor, scores: Tensor, figu
         tidy(axes, metric if len(stages) > 1 else f"{metric} on the validation data", x="epoch")
         axes.xaxis.get_major_locator().set_params(integer=True)
     upper.axes[0].legend(frameon=False, fontsize=9, labelcolor=INK)
+    # The loss falls by orders of magnitude; the accuracy does not.
     upper.axes[0].set_yscale("log")
 
     # Sorted by the probability of the right answer, so that mistakes are first.

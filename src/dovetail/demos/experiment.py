@@ -10,7 +10,7 @@ from dovetail.errors import DovetailError
 from dovetail.search import Experiment, Store
 from dovetail.search.charts import shown
 from dovetail.search.records import ExperimentRecord, TrialRecord
-from dovetail.search.report import report, searched
+from dovetail.search.report import report, searched_names
 from dovetail.units import counted
 
 _SEARCH = """\
@@ -34,6 +34,7 @@ max_restarts: 0
 
 def run(folder: Path, *, settings: tuple[str, ...] = ()) -> Outcome:
     """Write the code and the configuration of a search, run it, and write a report."""
+    # The user can change both files and run the search again with the command that the demo prints.
     code, file = folder / "code", folder / "search.yaml"
     store = Store.open(folder / "home")
     code.mkdir()
@@ -43,6 +44,7 @@ def run(folder: Path, *, settings: tuple[str, ...] = ()) -> Outcome:
 
     done = Experiment.from_yaml(file, code, settings).run(store, observer=_Lines())
     best = done.best_trial
+    # The search itself does not raise if all its trials fail.
     if best is None:
         failed = next((trial for trial in done.trials if trial.reason), None)
         why = "" if failed is None else f": {failed.reason} (see {failed.directory / 'log.txt'})"
@@ -50,10 +52,11 @@ def run(folder: Path, *, settings: tuple[str, ...] = ()) -> Outcome:
     written = report(done, folder / "report.html")
     if len(written) == 1:
         print("the report has no images, because matplotlib is not installed: pip install 'dovetail[plot]'")
-    names, num_early = sorted(searched(done)), sum(trial.state == "STOPPED" for trial in done.trials)
+    names, num_early = sorted(searched_names(done)), sum(trial.state == "STOPPED" for trial in done.trials)
+    # A trial without a value comes last, like an accuracy of 0.
     ranked = sorted(done.trials, key=lambda trial: -(trial.best or 0.0))
     return Outcome(
-        f"best accuracy {best.best:.1%} (trial {best.number}); {num_early} of {len(done.trials)} trials stopped early",
+        f"best accuracy {best.best:.1%} (trial {best.id}); {num_early} of {len(done.trials)} trials stopped early",
         {
             "report.html": "the report, a single file that needs no network",
             "report-curves.png": "the accuracy of each trial until it ended",
@@ -75,10 +78,10 @@ class _Lines:
 
     def __call__(self, record: ExperimentRecord) -> None:
         for trial in record.trials:
-            if trial.number not in self._said and trial.state not in ("RUNNING", "WAITING"):
-                self._said.add(trial.number)
+            if trial.id not in self._said and trial.state not in ("RUNNING", "WAITING"):
+                self._said.add(trial.id)
                 print(
-                    f"trial {trial.number} {trial.state.lower()} after {counted(trial.steps, 'batch', 'batches')}: "
+                    f"trial {trial.id} {trial.state.lower()} after {counted(trial.steps, 'batch', 'batches')}: "
                     f"accuracy {shown(trial.best)}",
                     flush=True,
                 )
@@ -86,7 +89,7 @@ class _Lines:
 
 def _row(trial: TrialRecord, names: list[str]) -> list[str]:
     return [
-        str(trial.number),
+        str(trial.id),
         shown(trial.best),
         str(trial.steps),
         *(shown(trial.hparams[name]) for name in names),

@@ -31,6 +31,7 @@ def run(folder: Path, *, rounds: int = 30) -> Outcome:
     """Run a federation with two algorithms, and draw the clients' data and the accuracy of the global model."""
     train, test = digits(split=(0.8, 0.2))
     labels = train.tensors[1]
+    # Two digits per client make local steps drift apart, which SCAFFOLD corrects and FedAvg does not.
     cut = label_quantity(labels, _NUM_CLIENTS, classes_per_client=2)
     data = PartitionedData(train.tensors, cut, test=test.tensors, model=partial(mlp, 64, 10))
     accuracies: dict[str, list[float]] = {}
@@ -56,6 +57,7 @@ def _accuracies(data: PartitionedData, algorithm: Algorithm, rounds: int) -> lis
     trainer = ComposableTrainer(
         optimizer_strategy=SGDOptimizerStrategy(lr=0.1),
         data_loader_strategy=ShuffleDataLoaderStrategy(),
+        # Many local epochs per round enlarge the drift that the demo shows.
         num_epochs=5,
         batch_size=16,
         verbose=False,
@@ -78,6 +80,7 @@ def _draw(table: Tensor, accuracies: Mapping[str, Sequence[float]], figure: Any)
     left.grid(visible=False)
     left.set_xticks(range(len(table)), range(1, len(table) + 1))
     left.set_yticks(range(table.shape[1]))
+    # Cells above this count have a dark blue, on which black numbers would not be readable.
     dark = 0.45 * int(table.max())
     for client, counts in enumerate(table.tolist()):
         for digit, count in enumerate(counts):

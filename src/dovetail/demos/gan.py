@@ -32,7 +32,7 @@ _SHOWN = 1000
 
 def run(folder: Path, *, num_epochs: int = 20) -> Outcome:
     """Train for a multiple of 5 epochs, and draw the generator's output for the same noise at six epochs."""
-    print(f"the data: {_NUM_CLOUDS} clusters of points on a ring; the generator never sees the data itself")
+    print(f"the data: {_NUM_CLOUDS} clusters of points on a ring, which the generator never sees")
     real = _ring(24576, torch.Generator().manual_seed(0))
     snapshots = _Snapshots(every=num_epochs // 5)
     trainer = _Adversaries(_networks, "cpu", batch_size=256, num_epochs=num_epochs, callbacks=[snapshots], seed=0)
@@ -66,15 +66,18 @@ class _Adversaries(Trainer):
         discriminator_optimizer, generator_optimizer = context.optimizers
         fake = generator(torch.randn(len(real), _NUM_LATENT))
 
+        # The penalty below is the gradient of the scores with respect to the data.
         real.requires_grad_()
         scores = discriminator(real)
         # The gradient penalty of Mescheder et al. (2018): without it the generator covers only one cluster at a time.
         (slopes,) = torch.autograd.grad(scores.sum(), real, create_graph=True)
+        # Detached: this loss trains the discriminator only.
         d_loss = softplus(-scores).mean() + softplus(discriminator(fake.detach())).mean()
         context.backward(d_loss + 0.05 * slopes.square().sum(dim=1).mean())
         context.step(discriminator_optimizer)
 
         g_loss = softplus(-discriminator(fake)).mean()
+        # With `inputs`, this loss adds no gradient to the discriminator, which it must not move.
         context.backward(g_loss, inputs=list(generator.parameters()))
         context.step(generator_optimizer)
         return {"loss": d_loss + g_loss, "d_loss": d_loss, "g_loss": g_loss}
@@ -86,6 +89,7 @@ class _Snapshots(Callback):
     def __init__(self, every: int) -> None:
         self.every = every
         self.outputs: dict[int, Tensor] = {}
+        # A separate generator, so that the snapshots do not change the training.
         self._noise = torch.randn(_SHOWN, _NUM_LATENT, generator=torch.Generator().manual_seed(1))
 
     def on_train_start(self, context: TrainingContext) -> None:
@@ -120,6 +124,7 @@ def _evaluate(points: Tensor) -> tuple[float, int]:
     distance, nearest = torch.cdist(points, _centres()).min(dim=1)
     near = distance < 3 * _SPREAD
     counts = torch.bincount(nearest[near], minlength=_NUM_CLOUDS)
+    # A cluster counts as covered if it has a quarter of its fair share of the points.
     return float(near.double().mean()), int((counts > len(points) / _NUM_CLOUDS / 4).sum())
 
 

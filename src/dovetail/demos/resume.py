@@ -105,7 +105,9 @@ class _PrintLoss(Callback):
         self.waits_at = waits_at
 
     def on_step_end(self, context: TrainingContext, output: Mapping[str, Any]) -> None:
+        # Hexadecimal text has all bits of a float.
         print(context.progress.batches, output["loss"].item().hex(), flush=True)
+        # The parent kills this process here; without the wait, it would already be some batches further.
         if context.progress.batches == self.waits_at:
             sys.stdin.read()
 

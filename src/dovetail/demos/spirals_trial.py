@@ -21,7 +21,9 @@ def spirals(number: int, seed: int) -> TensorDataset:
     """Return points of two interleaved spirals, labelled with the number of their spiral."""
     generator = torch.Generator().manual_seed(seed)
     arm = torch.randint(2, (number,), generator=generator)
+    # The square root spreads the points evenly over the area of the disc.
     radius = torch.rand(number, generator=generator).sqrt()
+    # One and a half turns, and the second arm on the opposite side.
     angle = 3 * math.pi * radius + math.pi * arm
     points = torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1)
     return TensorDataset(points + 0.02 * torch.randn(number, 2, generator=generator), arm)

@@ -101,7 +101,7 @@ class Line:
         label: The text of the tooltip.
         points: Finite coordinates.
         quality: From 0 for the worst trial to 1 for the best.
-        trial: The number of the trial, or None.
+        trial: The id of the trial, or None.
         style: A line, stairs, or dots alone.
     """
 
@@ -260,12 +260,17 @@ class ParallelChart:
 class BarChart:
     """A bar chart of shares of one.
 
+    Attributes:
+        bars: The names and their shares.
+        note: A sentence about their origin, for the page.
+
     Example:
         >>> BarChart((("lr", 0.75), ("depth", 0.25))).svg().count("<rect")
         2
     """
 
     bars: tuple[tuple[str, float], ...]
+    note: str = ""
 
     def svg(self) -> str:
         """Return the chart as an SVG element of a page."""

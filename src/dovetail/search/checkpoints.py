@@ -69,9 +69,12 @@ def remove_surplus(
     ]
     damaged: set[Path] = set()
     intact: set[Path] = set()
+    # A damaged checkpoint does not count for a rule, so another one is kept in its place, which must be verified,
+    # too.
     while True:
         candidates = [each for each in measured if each.id not in damaged]
         kept = experiment_retention(candidates, experiment_best, trial_best, trial_latest, smaller_is_better)
+        # A running trial may write and remove checkpoints itself, so nothing of it is removed here.
         lost = [path for path, (trial, _) in found.items() if trial in ended and path not in kept | damaged]
         # Verify the checkpoints that are kept before removing others.
         losing = {found[path][0] for path in lost}

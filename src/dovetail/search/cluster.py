@@ -1,4 +1,4 @@
-"""Trials on a Ray cluster.
+"""Ray backend of experiments: trials on the nodes of a Ray cluster.
 
 Every attempt has a keeper: a named actor on a node with free slots, which outlives the process that started it. The
 keeper starts the attempt on its node as `LocalBackend` does on this machine, so the files of an attempt are the same as
@@ -36,7 +36,7 @@ from dovetail.search.failures import append_to_log
 from dovetail.search.processes import Attempt, Backend, Ended, LocalBackend
 from dovetail.search.secrets import masked_url, write_private
 from dovetail.search.spread import is_spreadable, spread
-from dovetail.search.storage import opened, pull, push
+from dovetail.search.storage import open_file_system, pull, push
 
 _EVERY = 0.05
 # Seconds for which the list of nodes is cached.
@@ -81,7 +81,7 @@ class RayBackend(Backend):
         if not re.fullmatch(r"local|ray|auto|(ray://)?[^/:\s]+:\d+", address):
             raise ConfigError(f"cluster: expected local, ray, host:port or ray://host:port, got {address!r}")
         if storage is not None:
-            opened(storage)
+            open_file_system(storage)
         self._storage = storage
         self._ray = connect("auto" if address == "ray" else address)
         is_outside = address.startswith("ray://")
@@ -95,6 +95,7 @@ class RayBackend(Backend):
     def capacity(self, slots: int) -> int:
         self._see_head()
         rooms = self._slots_of_nodes()
+        # Trials that fit on one node each. Only if none fits, trials are spread over nodes and slots are summed.
         whole = sum(room // slots for room in rooms)
         return max(1, whole or sum(rooms) // slots)
 
@@ -117,6 +118,7 @@ class RayBackend(Backend):
         options = {
             "name": _name(attempt),
             "namespace": NAMESPACE,
+            # The keeper and its trial continue if this runner is killed; the next runner finds the keeper by name.
             "lifetime": "detached",
             # If several processes start the same attempt, one of them creates the keeper for all.
             "get_if_exists": True,
@@ -141,12 +143,14 @@ class RayBackend(Backend):
             ended = self._ended(attempt)
         if ended is None:
             return None
+        # The keeper was lost, but the shell of the attempt may have written the exit code before.
         if ended.code is None:
             ended = Ended(attempt.exit_code)
         keeping = self._keepers.pop(attempt.folder, None) or self._found(attempt)
         if keeping is not None:
             self._ray.kill(keeping.keeper)
         place = self._place(attempt)
+        # If the trial's folder has no checkpoint left, the copies let the next attempt resume.
         if place is not None and ended.code != 0 and latest_checkpoint(attempt.trial) is None:
             pull(place, attempt.trial)
         return ended
@@ -162,7 +166,7 @@ class RayBackend(Backend):
             keeping.stopping = keeping.keeper.stop.remote(kill)
 
     def adopt(self, attempt: Attempt) -> bool:
-        return attempt.has_begun
+        return attempt.has_started
 
     # ------------------------------------------------------------------ inside
 
@@ -224,7 +228,7 @@ class RayBackend(Backend):
     def _ended(self, attempt: Attempt) -> Ended | None:
         keeping = self._keeping(attempt)
         if keeping is None:
-            if attempt.exit_code is None and attempt.asked is None:
+            if attempt.exit_code is None and attempt.exit_request is None:
                 append_to_log(attempt.trial, f"attempt {attempt.number} no longer exists on the cluster")
             return Ended(None)
         if not self._is_ready(keeping.over):
@@ -239,7 +243,7 @@ class RayBackend(Backend):
         except errors.RayError as error:
             if keeping.lost_at is None:
                 keeping.lost_at = time.monotonic()
-                if attempt.exit_code is None and attempt.asked is None:
+                if attempt.exit_code is None and attempt.exit_request is None:
                     append_to_log(attempt.trial, _reason(attempt, error))
             return Ended(None) if time.monotonic() - keeping.lost_at > _SETTLING else None
         return ended
@@ -288,7 +292,7 @@ class _Keeper:
             # Python may have a different path on this node.
             command = [sys.executable if word == work.python else word for word in work.command]
             env = {**work.env, "RAY_ADDRESS": _cluster_address()}
-            self._guard = guarded(self._attempt)
+            self._guard = start_guard(self._attempt)
             self._backend.start(self._attempt, command, env, Path(work.cwd), work.slots)
         return await self.wait()
 
@@ -330,7 +334,7 @@ class _Keeper:
         return timer
 
 
-def guarded(attempt: Attempt, group: int | None = None) -> subprocess.Popen[bytes]:
+def start_guard(attempt: Attempt, group: int | None = None) -> subprocess.Popen[bytes]:
     """Start a process that kills an attempt, or a group of processes, as soon as this process is dead.
 
     It exits without killing anything if something is written to it.
@@ -344,7 +348,7 @@ def guarded(attempt: Attempt, group: int | None = None) -> subprocess.Popen[byte
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the process that `guarded` starts, with the folder of an attempt and a group of processes or 0."""
+    """Run the process that `start_guard` starts, with the folder of an attempt and a group of processes or 0."""
     # Fork twice, because Ray kills the children of an actor together with it.
     if os.fork():
         return 0
@@ -372,7 +376,7 @@ def _name(attempt: Attempt) -> str:
 
 def _reason(attempt: Attempt, error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    if not attempt.has_begun:
+    if not attempt.has_started:
         return f"attempt {attempt.number} could not start on its node: {lines[-1]}"
     why = next((line for line in lines if re.match("The actor (died|is dead) because", line)), lines[-1])
     return f"the node of attempt {attempt.number} was lost ({why.partition(' because ')[2].partition('. ')[0] or why})"

@@ -1,4 +1,4 @@
-"""Contract suite of searchers: `SearcherContract`, which `dovetail.testing` exports, too."""
+"""Contract tests for searchers, which `dovetail.testing` exports, too."""
 
 from __future__ import annotations
 
@@ -82,38 +82,43 @@ class SearcherContract:
         """The search suggests at least one trial, at most `max_trials`, and then ends."""
         run = self._run()
         assert not run.searcher.is_over(), "is_over() is True before there was any trial"
-        run.go_on()
+        run.finish()
         count = len(run.suggestions)
         assert 1 <= count <= self.max_trials, f"{count} trials were suggested, and max_trials is {self.max_trials}"
         assert run.searcher.suggest(run.study, count) is None, "a trial is suggested after the end"
 
     def test_suggestions_lie_in_the_space(self) -> None:
         """A suggestion has all searched hyperparameters, each in its range; its source is an earlier trial."""
-        for number, suggestion in enumerate(self._run().go_on().suggestions):
+        for number, suggestion in enumerate(self._run().finish().suggestions):
             source = suggestion.source
             assert source is None or 0 <= source < number, f"trial {number} starts from a checkpoint of trial {source}"
             _as_json(suggestion.attributes, f"the attributes of trial {number}")
 
     def test_the_same_seed_gives_the_same_trials(self) -> None:
         """Two runs with the same seed suggest the same trials."""
-        _assert_same(self._run().go_on(), self._run().go_on(), "a second run with the same seed")
+        _assert_same(self._run().finish(), self._run().finish(), "a second run with the same seed")
 
     def test_another_seed_gives_other_trials(self) -> None:
         """Another seed gives other trials, if `is_random` is set."""
         if self.is_random:
             one, other = self._run(), self._run(_SEED + 1)
-            assert one.go_on().suggestions != other.go_on().suggestions, "another seed gives the same trials"
+            assert one.finish().suggestions != other.finish().suggestions, "another seed gives the same trials"
 
     def test_its_state_is_all_that_it_remembers(self) -> None:
         """A new searcher that loads the state, as JSON, after every event makes the same decisions."""
 
         def replaced(searcher: Searcher) -> Searcher:
+            # Through JSON, because the store keeps it as JSON: tuples and keys that are numbers would change there.
             fresh, state = self._searcher(), _as_json(searcher.state_dict(), "the state")
             fresh.load_state_dict(json.loads(state))
             _assert_equal(_as_json(fresh.state_dict(), "the state"), state, "the state after a round trip")
             return fresh
 
-        _assert_same(self._run().go_on(replaced), self._run().go_on(), "a run that loads its state again and again")
+        _assert_same(
+            self._run().finish(replaced),
+            self._run().finish(),
+            "a run that loads its state again and again",
+        )
 
     def test_a_state_is_a_snapshot(self) -> None:
         """A state that `state_dict` returned does not change when the searcher continues."""
@@ -124,7 +129,7 @@ class SearcherContract:
             kept.append((state, _as_json(state, "the state")))
             return searcher
 
-        self._run().go_on(noted)
+        self._run().finish(noted)
         for state, text in kept:
             _assert_equal(_as_json(state, "the state"), text, "a stored state after the searcher continued")
 
@@ -132,7 +137,7 @@ class SearcherContract:
         """Requesting the same trial again, as the runner after a killed one does, gives the same result."""
         run = self._run()
 
-        def asked_again(searcher: Searcher) -> Searcher:
+        def request_twice(searcher: Searcher) -> Searcher:
             kind, suggestion, *_ = run.events[-1]
             if kind == "suggest":
                 number, state = len(run.suggestions) - 1, searcher.state_dict()
@@ -140,7 +145,7 @@ class SearcherContract:
                 _assert_equal(searcher.state_dict(), state, f"the state after trial {number} was requested again")
             return searcher
 
-        run.go_on(asked_again)
+        run.finish(request_twice)
 
     def test_the_study_is_only_read(self) -> None:
         """A searcher does not write to the study; only the runner does."""
@@ -148,22 +153,23 @@ class SearcherContract:
         before = run.study.trials
         run.searcher.suggest(run.study, 0)
         _assert_equal(run.study.trials, before, "the trials of the study")
-        run.go_on()
+        run.finish()
         _assert_equal(len(run.study.trials), len(run.suggestions), "the number of trials in the study")
 
     def test_trials_that_still_run_change_nothing(self) -> None:
         """Only finished trials have an influence, so that results do not depend on the timing of running trials."""
         answers, last = [], min(5, self._num_trials()) - 1
         for is_busy in (False, True):
-            run = self._run().go_on(last=last)
+            run = self._run().finish(last=last)
             if is_busy:
+                # A running trial without a value in the same study.
                 run.study.ask(run.space.distributions())
             answers.append(run.searcher.suggest(run.study, len(run.suggestions)))
         _assert_equal(answers[1], answers[0], "a suggestion beside trials that still run")
 
     def test_a_fresh_process_suggests_the_same(self) -> None:
         """Another process, with the state and the finished trials, gives the same suggestion."""
-        run = self._run().go_on(last=self._num_trials() - 1)
+        run = self._run().finish(last=self._num_trials() - 1)
         number = len(run.suggestions)
         trials = [
             [trial.state.name, trial.params, trial.value, list(trial.intermediate_values.items())]
@@ -188,11 +194,12 @@ class SearcherContract:
     def test_an_invalid_trial_is_replaced(self) -> None:
         """A trial that is `INVALID_HP` is replaced by another one, if `replaces_invalid` is set."""
         if not self.replaces_invalid:
-            count = len(self._run(ends=lambda number: "COMPLETED" if number else "INVALID_HP").go_on().suggestions)
+            count = len(self._run(ends=lambda number: "COMPLETED" if number else "INVALID_HP").finish().suggestions)
             assert count <= self._num_trials(), "a trial is replaced; if this is intended, set replaces_invalid"
             return
         searcher, study = self._searcher(), self._run().study
         asked = 0
+        # All trials are suggested first, so that any further suggestion can only be the replacement.
         while asked < _ENOUGH and searcher.suggest(study, asked) is not None:
             asked += 1
         searcher.on_exit(0, "INVALID_HP")
@@ -206,19 +213,19 @@ class SearcherContract:
 
     def test_a_space_that_is_invalid_everywhere_ends(self) -> None:
         """The number of replacements is limited."""
-        self._run(ends=_always("INVALID_HP")).go_on()
+        self._run(ends=_always("INVALID_HP")).finish()
 
     def test_trials_that_fail_do_no_harm(self) -> None:
         """A search all of whose trials end in `ERROR` or `CANCELED`, or every other one, ends."""
-        self._run(ends=_always("ERROR")).go_on()
-        self._run(ends=_always("CANCELED")).go_on()
-        mixed = self._run(ends=lambda number: "ERROR" if number % 2 else "COMPLETED").go_on()
+        self._run(ends=_always("ERROR")).finish()
+        self._run(ends=_always("CANCELED")).finish()
+        mixed = self._run(ends=lambda number: "ERROR" if number % 2 else "COMPLETED").finish()
         assert len(mixed.suggestions) <= self.max_trials, f"{len(mixed.suggestions)} trials were suggested"
 
     def test_a_metric_that_is_not_a_number_does_no_harm(self) -> None:
         """NaN and infinite losses are accepted, and the state can still be stored as JSON."""
         for value in (math.nan, math.inf, -math.inf):
-            run = self._run(spoiled=value).go_on()
+            run = self._run(spoiled=value).finish()
             _as_json(run.searcher.state_dict(), "the state")
             assert len(run.suggestions) <= self.max_trials, f"{len(run.suggestions)} trials were suggested"
 
@@ -234,7 +241,7 @@ class SearcherContract:
         return _Run(self._searcher(seed), space, self.max_time, ends or _always("COMPLETED"), spoiled)
 
     def _num_trials(self) -> int:
-        return len(self._run().go_on().suggestions)
+        return len(self._run().finish().suggestions)
 
 
 class _Run:
@@ -257,7 +264,7 @@ class _Run:
         self._id = self._store.new_study("contract", smaller_is_better=True)
         self.study = self._store.study(self._id)
 
-    def go_on(self, after_event: Callable[[Searcher], Searcher] | None = None, last: int = _ENOUGH) -> _Run:
+    def finish(self, after_event: Callable[[Searcher], Searcher] | None = None, last: int = _ENOUGH) -> _Run:
         """Run until the search ends, and return this object.
 
         Args:
@@ -274,6 +281,7 @@ class _Run:
 
     def _suggest(self, last: int) -> bool:
         number = len(self.suggestions)
+        # At most three at a time, so that a stopping rule compares trials that run side by side.
         if number == last or len(self._running) >= min(self.searcher.max_concurrent_trials, 3):
             return False
         suggestion = self.searcher.suggest(self.study, number)
@@ -291,6 +299,7 @@ class _Run:
         """Report a value for the trial with the fewest reports."""
         if not self._running:
             return False
+        # The trial with the fewest reports is next, so that all trials advance together as on a machine.
         number = min(self._running, key=lambda each: (len(self._running[each][1]), each))
         values, state = self._running[number][1], self._ends(number)
         if state == "COMPLETED":

@@ -58,6 +58,7 @@ def open_server(url: str) -> RDBStorage:
             if engine.name == "postgresql":
                 connection.execute(text("SELECT pg_advisory_lock(7265746)"))
             address = engine.url.render_as_string(hide_password=False)
+            # A runner may wait for hours between two events, after which the server has closed idle connections.
             return RDBStorage(address, engine_kwargs={"pool_pre_ping": True})
     except exc.SQLAlchemyError as error:
         problem = str(getattr(error, "orig", None) or error).strip().partition("\n")[0]

@@ -49,6 +49,7 @@ def parse_entrypoint(value: Any) -> list[str]:
         words = list_of(text)(value)
     if not words or not words[0] or any("\0" in word for word in words):
         raise Refused(_COMMAND)
+    # The launcher is replaced in the words of a command; inside of a shell command it would not be found.
     if words[:2] == ["sh", "-c"] and (launcher := _LAUNCHER.search(" ".join(words[2:]))):
         raise Refused(f"expected {launcher[0]} as the whole command, because a shell does not find it here")
     if is_trial_class(words):
@@ -60,7 +61,7 @@ def parse_entrypoint(value: Any) -> list[str]:
 
 
 def is_trial_class(words: Sequence[str]) -> bool:
-    """Whether an entrypoint is a trial class, not a command."""
+    """Return whether an entrypoint is a trial class, not a command."""
     return len(words) == 1 and names_trial_class(words[0])
 
 
@@ -77,6 +78,7 @@ def split_python(words: Sequence[str]) -> tuple[list[str], list[str]]:
         return [], list(words)
     program, *rest = words
     options = [program]
+    # Options of Python up to the program; `-W` and `-X` have a value as the next word.
     while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c", "-"):
         options += [rest.pop(0) for _ in range(min(len(rest), 2 if rest[0] in ("-W", "-X") else 1))]
     return options, rest
@@ -98,6 +100,7 @@ def trial_class_problem(name: str, folder: Path) -> str | None:
     file = next((path for path in (Path(f"{place}.py"), place / "__init__.py") if path.is_file()), None)
     if file is None:
         is_here = (folder / first).is_dir() or (folder / f"{first}.py").is_file()
+        # A namespace package, or an installed module: its names are not known without an import.
         if place.is_dir() or (not is_here and importlib.util.find_spec(first) is not None):
             return None
         return str(UnknownNameError(f"module of an entrypoint in {folder}", module, _modules(folder)))
@@ -114,7 +117,8 @@ def trial_class_problem(name: str, folder: Path) -> str | None:
 
 
 def _has_operators(command: str) -> bool:
-    """Whether a command has operators of the shell outside of quotes, such as `&&`, or several lines."""
+    """Return whether a command has operators of the shell outside of quotes, such as `&&`, or several lines."""
+    # Line breaks are operators here, not white space, and `#` starts no comment.
     lexer = shlex.shlex(command.strip(), posix=True, punctuation_chars="&|;<>\n")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
     return any(set(word) <= set("&|;<>\n") for word in lexer if word)
@@ -155,6 +159,7 @@ def _modules(folder: Path) -> list[str]:
 def _names(tree: ast.Module) -> dict[str, bool] | None:
     """Return the names that a module may define, each with whether it is a class; None if all are possible."""
     names: dict[str, bool] = {}
+    # Also names inside of functions and conditions: a name that might exist must not be reported as missing.
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             names[node.name] = True

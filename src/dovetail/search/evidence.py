@@ -35,9 +35,10 @@ def reset_access_time(path: Path) -> None:
 
 
 def has_read_hparams(trial: Path, info: Path) -> bool:
-    """Whether a trial has read its hyperparameters from the file `info`; True if this cannot be detected."""
+    """Return whether a trial has read its hyperparameters from the file `info`; True if this cannot be detected."""
     if any(attempt.has_read_hparams for attempt in Attempt.all_of(trial)):
         return True
+    # The probe comes last because it writes a file.
     return _was_read(info) or not _shows_reads(trial)
 
 
@@ -99,7 +100,7 @@ def _was_read(path: Path) -> bool:
 
 
 def _shows_reads(folder: Path) -> bool:
-    """Whether the file system of a folder records access times, which a mount option can disable."""
+    """Return whether the file system of a folder records access times, which a mount option can disable."""
     probe = folder / _PROBE
     try:
         probe.write_bytes(b"probe")

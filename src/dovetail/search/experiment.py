@@ -197,6 +197,7 @@ def search(
         )
         values: dict[int, float] = {}
 
+        # The defaults bind this trial's number and values: a closure would see the last trial's.
         def report(step: int, value: float, number: int = number, values: dict[int, float] = values) -> None:
             values[step] = float(value)
             if not chooser.on_validation(number, step, float(value)):
@@ -232,6 +233,7 @@ def _called(
     except Exception as error:
         add_note(error, f"with the hyperparameters {hparams}")
         raise
+    # The return value counts as one more report, unless it repeats the last one.
     last = max(values, default=-1)
     if returned is not None and values.get(last) != returned:
         values[last + 1] = float(returned)
@@ -247,6 +249,7 @@ class _Printer:
     def __call__(self, record: ExperimentRecord) -> None:
         """Print what is new."""
         for trial in record.trials:
+            # The observer is called several times a second; a line is printed only for a new state.
             if self._seen.get(trial.number) != trial.state:
                 self._seen[trial.number] = trial.state
                 name, best = record.metric_label, trial.best

@@ -38,6 +38,7 @@ def last_message(trial: Path, begin: int) -> str:
         "KeyError: 'lr'"
     """
     with suppress(OSError), open(trial / _LOG, "rb") as log:
+        # Only the output of this attempt, and at most its end: a log may have gigabytes.
         log.seek(max(begin, os.fstat(log.fileno()).st_size - 20_000))
         lines = [line.rstrip() for line in log.read().decode("utf-8", errors="replace").split("\n") if line.strip()]
         return (_error_line(lines) or next(reversed(lines), "")).strip()[:300]

@@ -14,7 +14,7 @@ from typing import Any
 
 from dovetail.info import TrialInfo, write_info
 from dovetail.runtime.signals import collect_signals
-from dovetail.search.locks import holding
+from dovetail.search.locks import hold_lock
 from dovetail.search.processes import Attempt, Backend, LocalBackend
 from dovetail.search.records import JobRecord
 from dovetail.search.schema import read_experiment
@@ -64,6 +64,7 @@ def run_job(
     config = read_experiment(Path(path), overrides, kind="job")
     command = command_of(config.entrypoint, config.slots)
     work = backend or backend_for(config, concurrent=1)
+    # After the configuration is checked, so that a mistake in it leaves no folder behind.
     number, folder = _new_folder(store.home / "jobs")
     try:
         take_snapshot(Path(context_dir), folder / "code", [store.home])
@@ -88,7 +89,7 @@ def run_job(
     }
     _write(folder / "job.json", content)
     env = variables_of(config, store.home, folder / "info.json")
-    with holding(folder / "lock", f"job {number}"):
+    with hold_lock(folder / "lock", f"job {number}"):
         _wait(work, Attempt.of(folder, 0), command, env, config.slots, on_output)
     # A killed job has no exit code; without this mark it would count as running.
     _write(folder / "job.json", {**content, "is_over": True})
@@ -111,13 +112,14 @@ def _wait(
     with collect_signals(_SIGNAL_MESSAGES) as signals, open(log, "rb") as output:
         backend.start(attempt, command, env, folder / "code", slots)
         while True:
+            # Checked before the output is read, so that the last lines of an ended job are not missed.
             is_over = backend.poll(attempt) is not None
             if on_output is not None and (text := decoder.decode(output.read(), final=is_over)):
                 on_output(text)
             if is_over:
                 return
-            if signals and attempt.asked is None:
-                attempt.ask("cancel")
+            if signals and attempt.exit_request is None:
+                attempt.request_exit("cancel")
                 backend.stop(attempt)
             if len(signals) > 1:
                 backend.stop(attempt, kill=True)
@@ -137,6 +139,7 @@ def _new_folder(jobs: Path) -> tuple[int, Path]:
         number += 1
         try:
             (jobs / str(number)).mkdir()
+        # Another process has created this job at the same time.
         except FileExistsError:
             continue
         return number, jobs / str(number)

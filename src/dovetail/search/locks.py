@@ -16,7 +16,7 @@ _PATIENCE = 2.0
 
 
 @contextmanager
-def holding(path: Path, what: str) -> Iterator[None]:
+def hold_lock(path: Path, what: str) -> Iterator[None]:
     """Hold a lock on a file, and write the id of this process to it, for the duration of the block.
 
     Raises:
@@ -29,6 +29,7 @@ def holding(path: Path, what: str) -> Iterator[None]:
                 lock.seek(0)
                 raise ExperimentError(f"{what} is already run by process {lock.read().strip() or 'unknown'}")
             time.sleep(0.02)
+        # The file is never removed: otherwise one process could lock the removed file, and another one the new file.
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")
         lock.flush()
@@ -36,7 +37,7 @@ def holding(path: Path, what: str) -> Iterator[None]:
 
 
 def is_taken(path: Path) -> bool:
-    """Whether a process holds a lock."""
+    """Return whether a process holds a lock."""
     with suppress(FileNotFoundError), open(path, opener=_without_waiting) as lock:
         return not _locked(lock.fileno(), fcntl.LOCK_SH)
     return False

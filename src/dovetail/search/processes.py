@@ -73,10 +73,10 @@ class Attempt:
     Example:
         >>> import tempfile
         >>> attempt = Attempt.of(Path(tempfile.mkdtemp()), 0)
-        >>> attempt.has_begun, attempt.exit_code
+        >>> attempt.has_started, attempt.exit_code
         (False, None)
-        >>> attempt.ask("pause")
-        >>> attempt.asked
+        >>> attempt.request_exit("pause")
+        >>> attempt.exit_request
         'pause'
     """
 
@@ -106,7 +106,7 @@ class Attempt:
         return int(self.folder.name)
 
     @property
-    def has_begun(self) -> bool:
+    def has_started(self) -> bool:
         """Whether a shell has started it."""
         return self.folder.is_dir()
 
@@ -116,14 +116,14 @@ class Attempt:
         return _number(self.folder / "exit")
 
     @property
-    def asked(self) -> ExitRequest | None:
+    def exit_request(self) -> ExitRequest | None:
         """The kind of exit request; None means that there was none."""
         with suppress(OSError):
             return cast(ExitRequest, (self.folder / "asked").read_text())
         return None
 
     @property
-    def asked_at(self) -> float:
+    def exit_requested_at(self) -> float:
         """The time of the exit request, in seconds since the epoch."""
         return (self.folder / "asked").stat().st_mtime
 
@@ -146,7 +146,7 @@ class Attempt:
         """Whether the script has read its hyperparameters with this library."""
         return (self.folder / HPARAMS_READ).exists()
 
-    def ask(self, request: ExitRequest) -> None:
+    def request_exit(self, request: ExitRequest) -> None:
         """Record an exit request. An attempt that has not started will not start after this."""
         self.folder.mkdir(parents=True, exist_ok=True)
         unfinished = self.folder / "asked.tmp"
@@ -175,7 +175,7 @@ class Backend(Protocol):
         """Return how an attempt ended, when none of its processes is left; None while it runs or starts."""
 
     def stop(self, attempt: Attempt, kill: bool = False) -> None:
-        """Send SIGTERM to the command, or kill all processes, after `Attempt.ask`."""
+        """Send SIGTERM to the command, or kill all processes, after `Attempt.request_exit`."""
 
     def adopt(self, attempt: Attempt) -> bool:
         """Take over an attempt that another process may have started; return False if it has not started."""
@@ -216,16 +216,18 @@ class LocalBackend(Backend):
         attempt.folder.parent.mkdir(parents=True, exist_ok=True)
         fit = self.capacity(slots)
         threads = threads_per_process(slots * min(fit, self._concurrent or fit))
+        # In this order: a variable of the user's shell or of the experiment replaces the computed number of threads.
         variables = {"OMP_NUM_THREADS": str(threads), **os.environ, **env, ATTEMPT: str(attempt.folder)}
         # If the experiment sets the variable, keep it: `slots_per_trial: 0` hides all cards.
         if self._cards and not NO_CARDS.keys() & env.keys():
             taken = {card for cards in self._cards_of.values() for card in cards}
             free = [card for card in self._cards if card not in taken]
+            # If no card is free, share the first ones: an empty variable would hide all cards from the trial.
             self._cards_of[attempt.folder] = free[:slots] or self._cards[:slots]
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._cards_of[attempt.folder])
         # A new session, so that Ctrl-C at the terminal reaches the runner only.
         self._started[attempt.folder] = subprocess.Popen(  # noqa: S603 - the user's own command
-            wrapped(attempt, command), cwd=cwd, env=variables, stdin=subprocess.DEVNULL, start_new_session=True
+            shell_command(attempt, command), cwd=cwd, env=variables, stdin=subprocess.DEVNULL, start_new_session=True
         )
 
     def poll(self, attempt: Attempt) -> Ended | None:
@@ -256,9 +258,10 @@ class LocalBackend(Backend):
     def adopt(self, attempt: Attempt) -> bool:
         if self._cards and (pid := _number(attempt.folder / "pid")) is not None:
             with suppress(psutil.Error):
+                # The previous runner assigned the cards; without this, the next trial would get the same ones.
                 visible = psutil.Process(pid).environ().get("CUDA_VISIBLE_DEVICES", "")
                 self._cards_of[attempt.folder] = visible.split(",")
-        return attempt.has_begun
+        return attempt.has_started
 
     def _is_at_work(self, attempt: Attempt) -> bool:
         process = self._started.get(attempt.folder)
@@ -269,8 +272,9 @@ class LocalBackend(Backend):
 
 
 def is_at_work(attempt: Attempt) -> bool:
-    """Whether a shell of this machine runs an attempt that has started."""
+    """Return whether a shell of this machine runs an attempt that has started."""
     wrapper = _number(attempt.folder / "wrapper")
+    # The shell has created the folder but not written its number yet, so it is searched by its command.
     if wrapper is None:
         return any(_is_wrapper(each, attempt) for each in psutil.process_iter())
     with suppress(psutil.Error):
@@ -278,7 +282,7 @@ def is_at_work(attempt: Attempt) -> bool:
     return False
 
 
-def wrapped(attempt: Attempt, command: Sequence[str]) -> list[str]:
+def shell_command(attempt: Attempt, command: Sequence[str]) -> list[str]:
     """Return the command of the shell that starts an attempt, runs a command and records its exit code."""
     return ["sh", "-c", _SHELL, "dovetail-trial", str(attempt.folder), *command]
 
@@ -305,6 +309,7 @@ def _processes(attempt: Attempt) -> Iterator[psutil.Process]:
     # A zombie process has no environment any more.
     for process in psutil.process_iter():
         with suppress(psutil.Error):
+            # The variable is inherited by all descendants, also by those in another session or process group.
             if process.environ().get(ATTEMPT) == str(attempt.folder) and process.pid != os.getpid():
                 yield process
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -27,8 +27,9 @@ class TrialRecord:
     """One trial.
 
     Attributes:
-        id: Its number in the whole store, for `load_checkpoint_trial(trial_id=…)`.
-        number: Its number in the experiment, from 0.
+        id: Its number for people: commands, reports, logs and the name of its folder use it. It is unique in the store,
+            and `get_cluster_info().trial_id` returns it in the trial.
+        number: Its index in the experiment, from 0, for searchers; Optuna's tools show it.
         experiment_id: The number of its experiment.
         state: `STOPPED` means that the searcher ended it early, `WAITING` that it will be resumed.
         hparams: Its hyperparameters, nested as in the file.
@@ -43,7 +44,7 @@ class TrialRecord:
         started: When it was first started.
         ended: When it ended.
         reason: Why it ended in this state, for display.
-        source: The trial whose checkpoint it started from, if any.
+        source: The index of the trial whose checkpoint it started from, if any.
         values: The values of the metric by number of batches, in order.
     """
 
@@ -81,7 +82,7 @@ class ExperimentRecord:
         ended: When it ended.
         reason: Why it ended in this state, for display.
         is_running: Whether a runner runs it now.
-        trials: Its trials, by number.
+        trials: Its trials, oldest first.
         warnings: Sentences about problems that make the search less effective, for display.
         first_metric: The first number that a validation reported, if the configuration names no metric; else None.
     """
@@ -117,10 +118,26 @@ class ExperimentRecord:
         """Whether smaller values of the metric are better."""
         return bool(self.config["searcher"].get("smaller_is_better", True))
 
+    def trial(self, trial_id: int) -> TrialRecord:
+        """Return one of its trials.
+
+        Raises:
+            ExperimentError: It has no trial with this number.
+        """
+        by_id = {trial.id: trial for trial in self.trials}
+        if trial_id not in by_id:
+            raise no_such("trial", trial_id, list(by_id), f"experiment {self.id} has no")
+        return by_id[trial_id]
+
+    def source_id(self, trial: TrialRecord) -> int | None:
+        """Return the id of the trial whose checkpoint a trial started from, if any."""
+        return next((each.id for each in self.trials if each.number == trial.source), None)
+
     @property
     def best_trial(self) -> TrialRecord | None:
         """The trial with the best value, the first one if several are equal; None if no trial has a value."""
         sign = 1 if self.smaller_is_better else -1
+        # A value that differs from itself is NaN, which `min` could return as the best.
         measured = [trial for trial in self.trials if trial.best is not None and trial.best == trial.best]
         return min(measured, key=lambda trial: sign * (trial.best or 0.0), default=None)
 
@@ -151,5 +168,24 @@ class JobRecord:
 def best_step(values: Mapping[int, float], smaller_is_better: bool) -> int | None:
     """Return the number of batches at the best value, the first if several are equal; None if there is no number."""
     sign = 1 if smaller_is_better else -1
+    # Comparisons with NaN are always False, so the result would depend on the order.
     numbers = {step: value for step, value in values.items() if not math.isnan(value)}
     return min(numbers, key=lambda step: (sign * numbers[step], step), default=None)
+
+
+def no_such(what: str, number: int, known: Sequence[int], lacks: str = "there is no") -> ExperimentError:
+    """Return the error about an unknown number; it lists the known ones.
+
+    Example:
+        >>> print(no_such("trial", 0, [3, 4, 5]))
+        there is no trial 0: there are trials 3 to 5
+    """
+    ranges: list[list[int]] = []
+    for each in sorted(known):
+        if ranges and each == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [each]
+        else:
+            ranges.append([each])
+    there = ", ".join(" to ".join(map(str, each)) for each in ranges)
+    words = {0: "there is none", 1: f"there is {what} {there}"}.get(len(known), f"there are {what}s {there}")
+    return ExperimentError(f"{lacks} {what} {number}: {words}")

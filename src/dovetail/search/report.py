@@ -27,7 +27,7 @@ from dovetail.printing import page_text as escape
 from dovetail.printing import quiet
 from dovetail.search.charts import BarChart, Dimension, Line, LineChart, ParallelChart, Scale, shown
 from dovetail.search.records import ExperimentRecord, TrialRecord
-from dovetail.units import unit_name
+from dovetail.units import counted, unit_name
 
 # With fewer trials, the importance of hyperparameters cannot be estimated.
 _ENOUGH = 5
@@ -106,18 +106,18 @@ def flat(hparams: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def searched(record: ExperimentRecord) -> set[str]:
+def searched_names(record: ExperimentRecord) -> set[str]:
     """Return the dotted names of the hyperparameters that the searcher chooses."""
     names = dict.fromkeys(name for trial in record.trials for name in flat(trial.hparams))
     return {name for name in names if _declared(record, name) in ("int", "double", "log", "categorical")}
 
 
 def best_so_far(record: ExperimentRecord) -> dict[int, float]:
-    """Return the best value so far after each trial that has one, by its number."""
+    """Return the best value so far after each trial that has one, by its id."""
     pick = min if record.smaller_is_better else max
     found: dict[int, float] = {}
     for trial in _measured(record):
-        found[trial.number] = pick([*list(found.values())[-1:], trial.best or 0.0])
+        found[trial.id] = pick([*list(found.values())[-1:], trial.best or 0.0])
     return found
 
 
@@ -165,7 +165,7 @@ def _charts(record: ExperimentRecord) -> dict[str, tuple[str, _Chart | str]]:
     """Return the title of each chart, and the chart or the reason why there is none."""
     name = record.metric or record.metric_label
     return {
-        "curves": (f"{name} of every trial", _curves(record)),
+        "curves": (f"Learning curves: {name}", _curves(record)),
         "best": (f"Best {name} so far", _best(record)),
         "importance": ("Importance of hyperparameters", _importance(record)),
         "parallel": ("Hyperparameters and results", _parallel(record)),
@@ -173,20 +173,20 @@ def _charts(record: ExperimentRecord) -> dict[str, tuple[str, _Chart | str]]:
 
 
 def _quality(record: ExperimentRecord) -> dict[int, float]:
-    """Return the quality of each trial, by number: from 0 for the worst to 1 for the best."""
+    """Return the quality of each trial, by id: from 0 for the worst to 1 for the best."""
     ranked = sorted(_measured(record), key=lambda trial: trial.best or 0.0, reverse=record.smaller_is_better)
-    return {trial.number: rank / max(1, len(ranked) - 1) for rank, trial in enumerate(ranked)}
+    return {trial.id: rank / max(1, len(ranked) - 1) for rank, trial in enumerate(ranked)}
 
 
 def _label(record: ExperimentRecord, trial: TrialRecord) -> str:
     hparams = ", ".join(f"{name} {shown(value)}" for name, value in flat(trial.hparams).items())
-    return f"trial {trial.number}: {record.metric} {shown(trial.best)}\n{hparams}"
+    return f"trial {trial.id}: {record.metric} {shown(trial.best)}\n{hparams}"
 
 
 def _curves(record: ExperimentRecord) -> LineChart | str:
     quality = _quality(record)
     lines = [
-        Line(_label(record, trial), points, quality.get(trial.number, 0.0), trial.number)
+        Line(_label(record, trial), points, quality.get(trial.id, 0.0), trial.id)
         for trial in record.trials
         if (points := tuple((steps, value) for steps, value in trial.values.items() if math.isfinite(value)))
     ]
@@ -203,13 +203,13 @@ def _best(record: ExperimentRecord) -> LineChart | str:
         return _nothing(record)
     stairs = Line("best so far", tuple(best.items()), 1.0, style="stairs")
     dots = [
-        Line(_label(record, trial), ((trial.number, trial.best or 0.0),), quality[trial.number], trial.number, "dots")
+        Line(_label(record, trial), ((trial.id, trial.best or 0.0),), quality[trial.id], trial.id, "dots")
         for trial in _measured(record)
     ]
     return LineChart("trial", record.metric, (stairs, *dots))
 
 
-def varied(trials: Sequence[TrialRecord]) -> dict[str, list[Any]]:
+def varied_hparams(trials: Sequence[TrialRecord]) -> dict[str, list[Any]]:
     """Return hyperparameters that differ between trials, by dotted names: a value per trial, None if it has none."""
     rows = [flat(trial.hparams) for trial in trials]
     columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
@@ -218,7 +218,7 @@ def varied(trials: Sequence[TrialRecord]) -> dict[str, list[Any]]:
 
 def _parallel(record: ExperimentRecord) -> ParallelChart | str:
     trials = _measured(record)
-    columns = varied(trials)
+    columns = varied_hparams(trials)
     if not columns:
         return f"No two trials with a value of {record.metric or 'a metric'} differ in their hyperparameters."
     columns[record.metric] = [trial.best for trial in trials]
@@ -228,8 +228,8 @@ def _parallel(record: ExperimentRecord) -> ParallelChart | str:
         Line(
             _label(record, trial),
             tuple(enumerate(places[index] for _, places in placed.values())),
-            quality[trial.number],
-            trial.number,
+            quality[trial.id],
+            trial.id,
         )
         for index, trial in enumerate(trials)
     ]
@@ -243,9 +243,11 @@ def _dimension(name: str, column: Sequence[Any], is_log: bool | None) -> tuple[D
         inner = distinct[1:-1] if len(distinct) <= 6 else scale.ticks(4)
         labels = [(scale(value), shown(value)) for value in (distinct[0], distinct[-1])]
         for tick in inner:
+            # Labels that are nearer would overlap. The ends come first, because they are always shown.
             if all(abs(scale(tick) - place) > 0.07 for place, _ in labels):
                 labels.append((scale(tick), shown(tick)))
         return Dimension(name, tuple(labels)), [scale(value) for value in column]
+    # Values that are not all numbers get evenly spaced positions in the order of their texts.
     spelled = [json.dumps(value) if isinstance(value, (list, dict)) else shown(value) for value in column]
     known = sorted(set(spelled))
     places = {label: (index + 0.5) / len(known) for index, label in enumerate(known)}
@@ -271,15 +273,16 @@ def _is_number(value: Any) -> bool:
 
 
 def _importance(record: ExperimentRecord) -> BarChart | str:
-    trials = [trial for trial in _measured(record) if trial.state == "COMPLETED"]
-    columns = varied(trials)
+    values, note = _compared(record)
+    trials = [trial for trial in record.trials if trial.id in values]
+    columns = varied_hparams(trials)
     if len(trials) < _ENOUGH:
         name = record.metric or "a metric"
-        return f"Needs at least {_ENOUGH} completed trials with a value of {name}; there are {len(trials)}."
+        return f"This needs at least {_ENOUGH} trials with a value of {name}; there are {len(_measured(record))}."
     if not columns:
-        return "The completed trials do not differ in their hyperparameters."
+        return "The trials do not differ in their hyperparameters."
     if importlib.util.find_spec("optuna") is None:
-        return "Needs Optuna: pip install 'dovetail[search]'."
+        return "This needs Optuna: pip install 'dovetail[search]'."
     optuna = require("optuna", "search")
     distributions = {}
     for name, column in columns.items():
@@ -287,18 +290,42 @@ def _importance(record: ExperimentRecord) -> BarChart | str:
             is_log = Scale.of(column, _is_log(record, name)).is_log
             distributions[name] = optuna.distributions.FloatDistribution(min(column), max(column), log=is_log)
         else:
+            # As text, because Optuna's categories must be plain and distinct: 1 and True are equal in Python.
             columns[name] = [json.dumps(value) for value in column]
             distributions[name] = optuna.distributions.CategoricalDistribution(sorted(set(columns[name])))
     try:
-        shares = _shares(record, trials, columns, distributions)
+        shares = _shares(record, list(values.values()), columns, distributions)
     except UserWarning:
-        return f"The values of {record.metric} are too similar to estimate the importance."
-    return BarChart(tuple(sorted(shares.items(), key=lambda share: -share[1])))
+        return f"The values of {record.metric} are too similar."
+    return BarChart(tuple(sorted(shares.items(), key=lambda share: -share[1])), note)
+
+
+def _compared(record: ExperimentRecord) -> tuple[dict[int, float], str]:
+    """Return values of trials that can be compared, by id, and a sentence about them.
+
+    If few trials were completed, because the searcher has stopped most of them early, compare the values after an equal
+    number of batches: otherwise only the length of the trials would matter.
+    """
+    measured = _measured(record)
+    completed = {trial.id: trial.best or 0.0 for trial in measured if trial.state == "COMPLETED"}
+    if len(completed) >= _ENOUGH or len(measured) < _ENOUGH:
+        return completed, f"Estimated from the best values of {counted(len(completed), 'completed trial')}."
+    curves = {
+        trial.id: {step: value for step, value in trial.values.items() if math.isfinite(value)} for trial in measured
+    }
+    at = sorted((max(curve, default=0) for curve in curves.values()), reverse=True)[_ENOUGH - 1]
+    values = {
+        trial_id: next(value for step, value in sorted(curve.items(), reverse=True) if step <= at)
+        for trial_id, curve in curves.items()
+        if curve and min(curve) <= at <= max(curve)
+    }
+    batches = counted(at, "batch", "batches")
+    return values, f"Estimated from {counted(len(values), 'trial')} after {batches}, because few were completed."
 
 
 def _shares(
     record: ExperimentRecord,
-    trials: Sequence[TrialRecord],
+    values: Sequence[float],
     columns: Mapping[str, list[Any]],
     distributions: Mapping[str, Any],
 ) -> dict[str, float]:
@@ -306,9 +333,9 @@ def _shares(
 
     with quiet("optuna"):
         study = optuna.create_study(direction="minimize" if record.smaller_is_better else "maximize")
-    for index, trial in enumerate(trials):
+    for index, value in enumerate(values):
         params = {name: column[index] for name, column in columns.items()}
-        study.add_trial(optuna.trial.create_trial(params=params, distributions=dict(distributions), value=trial.best))
+        study.add_trial(optuna.trial.create_trial(params=params, distributions=dict(distributions), value=value))
     with warnings.catch_warnings():
         # Optuna only warns if the shares are meaningless.
         warnings.simplefilter("error", UserWarning)
@@ -338,9 +365,13 @@ def _page(record: ExperimentRecord, charts: Mapping[str, tuple[str, _Chart | str
     goal = "smaller" if record.smaller_is_better else "larger"
     by = f"{record.metric}: {goal} is better" if searcher.get("metric") else record.metric_label
     description = record.config.get("description")
-    sections = {name: _section(name, title, chart) for name, (title, chart) in charts.items()}
-    # The configuration is beside the importance, where there is space; the parallel coordinates need a whole row.
-    sections = {"curves": "", "best": "", "importance": "", "config": _best_section(record), "parallel": ""} | sections
+    drawn = {
+        name: _section(name, title, chart) for name, (title, chart) in charts.items() if not isinstance(chart, str)
+    }
+    # The configuration is beside the importance, if there is one; the parallel coordinates need a whole row.
+    config = _best_section(record, is_wide="importance" not in drawn)
+    sections = {"curves": "", "best": "", "importance": "", "config": config, "parallel": ""} | drawn
+    missing = [f"{title}: {chart}" for title, chart in charts.values() if isinstance(chart, str)]
     return Template(template).substitute(
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         title=escape(f"{record.name} · experiment {record.id}"),
@@ -353,6 +384,7 @@ def _page(record: ExperimentRecord, charts: Mapping[str, tuple[str, _Chart | str
         description=f"<p>{escape(str(description), lines=True)}</p>" if description else "",
         facts="\n".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in _facts(record).items()),
         charts="\n".join(sections.values()),
+        missing="\n".join(f'<p class="faint">{escape(sentence)}</p>' for sentence in missing),
         table=_table(record),
         constants=_constants(record),
         version=escape(metadata.version("dovetail")),
@@ -365,7 +397,7 @@ def _facts(record: ExperimentRecord) -> dict[str, str]:
     over = sum(trial.state in ("COMPLETED", "STOPPED") for trial in record.trials)
     return {
         f"best {record.metric_label}": shown(best and best.best),
-        "best trial": "–" if best is None else f"{best.number} (id {best.id})",
+        "best trial": "–" if best is None else str(best.id),
         "trials": f"{over} of {len(record.trials)} finished" if over < len(record.trials) else str(over),
         "batches": f"{sum(trial.steps for trial in record.trials):,}",
         "created": record.created.astimezone().strftime("%Y-%m-%d %H:%M"),
@@ -373,28 +405,27 @@ def _facts(record: ExperimentRecord) -> dict[str, str]:
     }
 
 
-def _section(name: str, title: str, chart: _Chart | str) -> str:
-    content = f'<p class="faint">{escape(chart)}</p>' if isinstance(chart, str) else chart.svg()
+def _section(name: str, title: str, chart: _Chart) -> str:
     wide = ' class="wide"' if name == "parallel" else ""
-    return f'<section id="{name}"{wide}>\n<h2>{escape(title)}</h2>\n<div class="scroll">{content}</div>\n</section>'
+    note = f'<p class="faint">{escape(chart.note)}</p>\n' if isinstance(chart, BarChart) and chart.note else ""
+    content = f'<div class="scroll">{chart.svg()}</div>\n{note}'
+    return f'<section id="{name}"{wide}>\n<h2>{escape(title)}</h2>\n{content}</section>'
 
 
 def _columns(record: ExperimentRecord) -> Iterator[tuple[str, str, Callable[[TrialRecord], Any]]]:
     """Yield the heading of each column, the class of its cells, and a function that returns a cell."""
-    yield "trial", "number", lambda trial: trial.number
-    yield "id", "number", lambda trial: trial.id
+    yield "trial", "number", lambda trial: trial.id
     yield "state", "state", lambda trial: trial.state
     yield f"best {record.metric}", "number", lambda trial: trial.best
-    for name, column in varied(record.trials).items():
+    for name, column in varied_hparams(record.trials).items():
         kind = "number" if all(value is None or _is_number(value) for value in column) else "text"
         yield name, kind, functools.partial(lambda name, trial: flat(trial.hparams).get(name), name)
-    yield "at batch", "number", lambda trial: trial.best_at
+    yield "best at batch", "number", lambda trial: trial.best_at
     yield f"latest {record.metric}", "number", lambda trial: trial.latest
     yield "batches", "number", lambda trial: trial.steps
-    yield "restarts", "number", lambda trial: trial.restarts
+    if any(trial.restarts for trial in record.trials):
+        yield "restarts", "number", lambda trial: trial.restarts
     yield "time", "number", lambda trial: duration(trial.started, trial.ended)
-    if any(trial.reason for trial in record.trials):
-        yield "reason", "reason", lambda trial: trial.reason
 
 
 def _table(record: ExperimentRecord) -> str:
@@ -402,37 +433,40 @@ def _table(record: ExperimentRecord) -> str:
     heads = "".join(f'<th class="{kind}"><button>{escape(name)}</button></th>' for name, kind, _ in columns)
     rows = []
     for trial in record.trials:
-        cells = "".join(_cell(kind, get(trial)) for _, kind, get in columns)
+        cells = "".join(_cell(kind, get(trial), trial.reason if kind == "state" else None) for _, kind, get in columns)
         is_best = ' class="best"' if trial is record.best_trial else ""
-        rows.append(f'<tr data-trial="{trial.number}"{is_best}>{cells}</tr>')
+        rows.append(f'<tr data-trial="{trial.id}"{is_best}>{cells}</tr>')
     return f"<table>\n<thead><tr>{heads}</tr></thead>\n<tbody>\n" + "\n".join(rows) + "\n</tbody>\n</table>"
 
 
-def _cell(kind: str, value: Any) -> str:
+def _cell(kind: str, value: Any, reason: str | None) -> str:
     if value is None:
         key, text = "", "–"
     elif isinstance(value, timedelta):
         key, text = str(value.total_seconds()), str(value)
     else:
         key = text = json.dumps(value) if isinstance(value, (list, dict)) else shown(value)
+        # The table is sorted by the full number, although it shows four digits.
         key = repr(value) if isinstance(value, float) else key
     look = f"state {value}" if kind == "state" else kind
-    return f'<td class="{escape(look)}" data-value="{escape(key)}">{escape(text)}</td>'
+    why = f"<small>{escape(reason)}</small>" if reason else ""
+    return f'<td class="{escape(look)}" data-value="{escape(key)}">{escape(text)}{why}</td>'
 
 
 def _constants(record: ExperimentRecord) -> str:
     if not record.trials:
         return ""
-    different = varied(record.trials)
+    different = varied_hparams(record.trials)
     same = {name: value for name, value in flat(record.trials[0].hparams).items() if name not in different}
     listed = ", ".join(f"{name} {shown(value)}" for name, value in same.items())
     return f'<p class="faint">The same in every trial: {escape(listed)}.</p>' if same else ""
 
 
-def _best_section(record: ExperimentRecord) -> str:
+def _best_section(record: ExperimentRecord, is_wide: bool) -> str:
     best = record.best_trial
     if best is None:
         return ""
-    heading = f'<h2>Configuration of the best trial, {best.number}</h2><button id="copy">Copy</button>'
+    heading = f'<h2>Configuration of the best trial ({best.id})</h2><button id="copy">Copy</button>'
     content = escape(to_yaml(best_config(record)), lines=True)
-    return f'<section id="config">\n<div class="row">{heading}</div>\n<pre id="yaml">{content}</pre>\n</section>'
+    wide = ' class="wide"' if is_wide else ""
+    return f'<section id="config"{wide}>\n<div class="row">{heading}</div>\n<pre id="yaml">{content}</pre>\n</section>'

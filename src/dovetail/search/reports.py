@@ -91,6 +91,7 @@ class Reports:
                 self._at, self._line, self._is_inside_long_line = 0, 0, False
             file.seek(self._at)
             while chunk := file.read(_LONGEST_LINE):
+                # `rest` is an incomplete line, which is read again with the next chunk or call.
                 *lines, rest = chunk.split(b"\n")
                 for line in lines:
                     self._at += len(line) + 1
@@ -168,6 +169,7 @@ def shortened(text: str, length: int) -> str:
 
 def _check_content(row: dict[str, Any]) -> None:
     """Raise if a report nests too deeply, or has text that cannot be stored or printed."""
+    # A list instead of recursion, because the depth is not checked yet.
     waiting: list[tuple[Any, int]] = [(row, 1)]
     while waiting:
         value, depth = waiting.pop()

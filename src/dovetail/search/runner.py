@@ -67,8 +67,8 @@ _SHOWN_EVERY = 5.0
 # Maximal number of rejected lines in the log of a trial; a broken script may write millions.
 _NAMED_LINES = 20
 _LONGEST_STATUS = 200
-# The fields of a trial that the next runner needs and that are in no file of the trial.
-_REMEMBERED = ("told", "verdict", "end", "reason", "failure", "log_at", "rejected_to")
+# The fields of a trial that the next runner needs and that are in no file of the trial, with their keys in the store.
+_KEYS = {"searcher_steps": "told"} | {it: it for it in ("verdict", "end", "reason", "failure", "log_at", "rejected_to")}
 _SIGNAL_MESSAGES = ("trials save and exit (press again to kill them)", "killing the trials")
 
 
@@ -132,10 +132,10 @@ class Runner:
                 self._remove_request()
             if before.state not in OVER and not (only_request and is_granted):
                 self._load(before)
-                self._go_on()
+                self._run_to_end()
         return self.store.experiment(self.experiment_id)
 
-    def _go_on(self) -> None:
+    def _run_to_end(self) -> None:
         event_at = time.monotonic()
         while (outcome := self._outcome()) is None:
             if self._look_around():
@@ -145,13 +145,13 @@ class Runner:
             time.sleep(min(max(_SHORTEST, idle * _SHARE), _LONGEST))
         self.store.set_state(self.experiment_id, *outcome)
         self._remove_request()
-        self._say(f"experiment {outcome[0]}" + (f": {outcome[1]}" if outcome[1] else ""))
+        self._log(f"experiment {outcome[0]}" + (f": {outcome[1]}" if outcome[1] else ""))
         self._observe(now=True)
 
     # ------------------------------------------------------------------ resuming
 
     def _load(self, record: ExperimentRecord) -> None:
-        self._say(f"process {os.getpid()} runs experiment {record.id}")
+        self._log(f"process {os.getpid()} runs experiment {record.id}")
         self._study = self.store.study(self.experiment_id)
         self._place = self.store.trials_directory(self.experiment_id)
         self._searcher: Searcher = make_searcher(self._config.searcher, self._space, self._config.seed)
@@ -170,10 +170,10 @@ class Runner:
         memory = self.store.memory(self.experiment_id)
         if memory:
             self._searcher.load_state_dict(memory["searcher"])
-        told: Mapping[str, Any] = memory.get("trials", {})
+        stored: Mapping[str, Any] = memory.get("trials", {})
         for each in record.trials:
             if each.ended is None:
-                self._trials[each.number] = self._adopted(each, told.get(str(each.number), {}))
+                self._trials[each.number] = self._restore_trial(each, stored.get(str(each.number), {}))
             else:
                 self._ended[each.directory] = each.values
         pending = memory.get("pending")
@@ -181,22 +181,22 @@ class Runner:
             suggested = {name: value for name, value in pending.items() if name != "number"}
             self._create(pending["number"], Suggestion(**suggested))
 
-    def _adopted(self, record: TrialRecord, told: Mapping[str, Any]) -> _Trial:
-        known = {name: told[name] for name in _REMEMBERED if name in told}
+    def _restore_trial(self, record: TrialRecord, stored: Mapping[str, Any]) -> _Trial:
+        known = {name: stored[key] for name, key in _KEYS.items() if key in stored}
         trial = _Trial(record, Reports(record.directory / METRICS), values=dict(record.values), **known)
         attempts = Attempt.all_of(record.directory)
         if attempts and self._work.adopt(attempts[-1]):
             trial.attempt, trial.is_at_work = attempts[-1], trial.end is None
         # The last attempt is evaluated when it ends, unless that was done before.
         earlier = attempts[:-1] if trial.is_at_work or trial.end is not None else attempts
-        failures = sum(attempt.asked is None and attempt.exit_code != 0 for attempt in earlier)
+        failures = sum(attempt.exit_request is None and attempt.exit_code != 0 for attempt in earlier)
         trial.restarts = min(failures, self._config.max_restarts)
         return trial
 
     # ------------------------------------------------------------------ one poll
 
     def _look_around(self) -> bool:
-        """Run the three stages, and return whether there was any event."""
+        """Run the three stages in the module's docstring for all trials, and return whether there was any event."""
         self._check_requests()
         found = False
         for trial in list(self._trials.values()):
@@ -215,7 +215,7 @@ class Runner:
         if ended is None:
             return found
         trial.is_at_work = False
-        trial.end = self._judge(trial, ended)
+        trial.end = self._decide_end(trial, ended)
         trial.log_at = log_size(trial.folder)
         if trial.end is not None and trial.end != "CANCELED":
             self._searcher.on_exit(trial.number, trial.end)
@@ -226,7 +226,7 @@ class Runner:
         found = False
         try:
             for row in trial.reports.read():
-                found |= self._hear(trial, row)
+                found |= self._process_report(trial, row)
             trial.unreadable = None
         except OSError as error:
             # The other trials continue; this one fails when its attempt ends.
@@ -247,9 +247,9 @@ class Runner:
         if trial.num_rejected == _NAMED_LINES:
             sentence += "; further ones are ignored without a message"
         append_to_log(trial.folder, sentence)
-        self._say(f"trial {trial.id}: {sentence}")
+        self._log(f"trial {trial.id}: {sentence}")
 
-    def _hear(self, trial: _Trial, row: Mapping[str, Any]) -> bool:
+    def _process_report(self, trial: _Trial, row: Mapping[str, Any]) -> bool:
         if row.get("exited") == "INVALID_HP":
             trial.is_invalid = True
         trial.progress = number(row, "progress") if "progress" in row else trial.progress
@@ -281,17 +281,17 @@ class Runner:
             self._warn(sentence_about_time(self._metric, searcher))
             return False
         # A resumed trial repeats the reports after its checkpoint; the searcher has already received them.
-        if steps <= trial.told or trial.verdict is not None:
+        if steps <= trial.searcher_steps or trial.verdict is not None:
             return False
-        trial.told = steps
+        trial.searcher_steps = steps
         if not self._searcher.on_validation(trial.number, int(at), value):
             trial.verdict = verdict(searcher, at)
         return True
 
-    def _judge(self, trial: _Trial, ended: Ended) -> TrialState | None:
+    def _decide_end(self, trial: _Trial, ended: Ended) -> TrialState | None:
         """Return the final state of a trial whose attempt has ended; None if it is to be restarted."""
         assert trial.attempt is not None
-        asked = trial.attempt.asked
+        request = trial.attempt.exit_request
         trial.reason = None
         if trial.is_invalid:
             trial.reason = "the trial reported that its hyperparameters are invalid"
@@ -300,29 +300,29 @@ class Runner:
             trial.reason = trial.unreadable
             return "ERROR"
         # A trial that the searcher has stopped may exit with code 0 before it is done.
-        if ended.code == 0 and not trial.attempt.was_preempted and (trial.verdict is None or asked is None):
-            missing = self._missing(trial)
+        if ended.code == 0 and not trial.attempt.was_preempted and (trial.verdict is None or request is None):
+            missing = self._missing_metric(trial)
             if missing is None:
                 return "COMPLETED"
             # Another attempt would end in the same way. After an exit request the trial may exit before its report.
-            if asked is None:
+            if request is None:
                 trial.reason = missing
                 return "ERROR"
         if trial.verdict is not None:
             return self._stopped(trial)
-        if asked == "cancel":
+        if request == "cancel":
             return "CANCELED"
-        if asked == "pause":
+        if request == "pause":
             trial.failure = None
             return None
         is_hopeless = self._has_failed(trial, trial.attempt, ended)
-        self._say(f"trial {trial.id}: {trial.reason}")
+        self._log(f"trial {trial.id}: {trial.reason}")
         if is_hopeless or trial.restarts >= self._config.max_restarts:
             return "ERROR"
         trial.restarts += 1
         return None
 
-    def _missing(self, trial: _Trial) -> str | None:
+    def _missing_metric(self, trial: _Trial) -> str | None:
         """Return what a trial with exit code 0 has not done for the search; None if nothing is missing."""
         found = []
         names = self._space.parameters.keys()
@@ -363,13 +363,13 @@ class Runner:
 
     def _stopped(self, trial: _Trial) -> TrialState | None:
         # The batches of the decisive report: the trial trained further until it was stopped.
-        seen = counted(trial.told, "batch", "batches")
+        seen = counted(trial.searcher_steps, "batch", "batches")
         trial.reason = f"stopped by the searcher for its value after {seen}" if trial.verdict == "STOPPED" else None
         return trial.verdict
 
     def _remember(self, pending: Mapping[str, Any] | None = None) -> None:
         trials = {
-            str(trial.number): {name: getattr(trial, name) for name in _REMEMBERED} for trial in self._trials.values()
+            str(it.number): {key: getattr(it, name) for name, key in _KEYS.items()} for it in self._trials.values()
         }
         memory = {"searcher": self._searcher.state_dict(), "trials": trials, "pending": pending}
         self.store.remember(self.experiment_id, memory)
@@ -386,33 +386,33 @@ class Runner:
                 return True
             if self._request in ("cancel", "kill"):
                 # Otherwise another runner that is about to start it could still do so.
-                self._next_attempt(trial).ask("cancel")
+                self._next_attempt(trial).request_exit("cancel")
                 trial.end = "CANCELED"
         if trial.end is not None:
             self._finish(trial, trial.end)
             return True
         if trial.is_at_work:
-            self._dismiss(trial)
+            self._stop_if_requested(trial)
             self._show(trial)
         return False
 
     def _show(self, trial: _Trial) -> None:
         """Store the progress of a trial from time to time, for other readers of the store."""
-        told_at, *told = trial.shown
-        if told != [trial.steps, trial.progress, trial.status] and time.monotonic() - told_at > _SHOWN_EVERY:
+        stored_at, *stored = trial.stored_progress
+        if stored != [trial.steps, trial.progress, trial.status] and time.monotonic() - stored_at > _SHOWN_EVERY:
             self.store.update_trial(self._record_of(trial, "RUNNING"))
-            trial.shown = time.monotonic(), trial.steps, trial.progress, trial.status
+            trial.stored_progress = time.monotonic(), trial.steps, trial.progress, trial.status
 
-    def _dismiss(self, trial: _Trial) -> None:
+    def _stop_if_requested(self, trial: _Trial) -> None:
         """Stop a trial if the searcher or the user has requested it."""
         attempt = trial.attempt
         assert attempt is not None
         request = "cancel" if self._request == "kill" else self._request
         wanted: ExitRequest | None = "stop" if trial.verdict is not None else request
-        asked = attempt.asked
-        if wanted is not None and (asked is None or (wanted == "cancel" and asked == "pause")):
-            attempt.ask(wanted)
-        elif asked is None:
+        earlier = attempt.exit_request
+        if wanted is not None and (earlier is None or (wanted == "cancel" and earlier == "pause")):
+            attempt.request_exit(wanted)
+        elif earlier is None:
             return
         # Only once, because trials exit immediately after a second signal.
         if not attempt.was_signalled:
@@ -420,7 +420,7 @@ class Runner:
             attempt.note_signal()
         # A launcher gives its processes the same time, and then needs a moment itself.
         grace = _GRACE if self._config.slots == 1 else _GRACE + 10
-        if self._request == "kill" or len(self._signals) > 1 or time.time() - attempt.asked_at > grace:
+        if self._request == "kill" or len(self._signals) > 1 or time.time() - attempt.exit_requested_at > grace:
             self._work.stop(attempt, kill=True)
 
     def _finish(self, trial: _Trial, end: TrialState) -> None:
@@ -428,7 +428,7 @@ class Runner:
         del self._trials[trial.number]
         self._ended[trial.folder] = trial.values
         self._num_failed += end in ("ERROR", "INVALID_HP")
-        self._say(f"trial {trial.id} {end}" + (f": {trial.reason}" if trial.reason else ""))
+        self._log(f"trial {trial.id} {end}" + (f": {trial.reason}" if trial.reason else ""))
         keep = self._config.checkpoint_storage
         everyone = {**self._ended, **{it.folder: it.values for it in self._trials.values()}}
         try:
@@ -442,7 +442,7 @@ class Runner:
                 smaller_is_better=self._config.searcher.smaller_is_better,
             )
         except (OSError, DovetailError) as error:
-            self._say(f"trial {trial.id}: old checkpoints could not be removed: {error}")
+            self._log(f"trial {trial.id}: old checkpoints could not be removed: {error}")
 
     # ------------------------------------------------------------------ starting
 
@@ -507,7 +507,7 @@ class Runner:
             self.store.update_trial(self._record_of(trial, "RUNNING"))
         trial.attempt, trial.is_at_work = self._next_attempt(trial), True
         command = command_of(self._config.entrypoint, self._config.slots)
-        self._say(
+        self._log(
             f"trial {trial.id} starts (attempt {trial.attempt.number}, from {info.latest_checkpoint or 'the start'})"
         )
         self._work.start(trial.attempt, command, env, self._directory / "code", self._config.slots)
@@ -560,10 +560,10 @@ class Runner:
         """Read requests to pause, cancel or kill the experiment."""
         wanted = _read_request(self._directory)
         if wanted is not None and wanted != self._request:
-            self._say(f"{wanted} requested")
+            self._log(f"{wanted} requested")
             self._request = wanted
         elif self._request is None and self._signals:
-            self._say("signal received: trials save and exit")
+            self._log("signal received: trials save and exit")
             self._request = "pause"
 
     def _remove_request(self) -> None:
@@ -603,16 +603,16 @@ class Runner:
     def _complain(self, trial: _Trial, sentence: str) -> None:
         if sentence not in trial.complaints:
             trial.complaints.add(sentence)
-            self._say(f"trial {trial.id}: {sentence}")
+            self._log(f"trial {trial.id}: {sentence}")
 
     def _warn(self, sentence: str) -> None:
         """Add a warning to the experiment, once; every view of the experiment shows it."""
         if sentence not in self._warnings:
             self._warnings.append(sentence)
             self.store.set_warnings(self.experiment_id, self._warnings)
-            self._say(f"warning: {sentence}")
+            self._log(f"warning: {sentence}")
 
-    def _say(self, sentence: str) -> None:
+    def _log(self, sentence: str) -> None:
         with suppress(OSError), open(self._directory / "runner.log", "a", encoding="utf-8") as log:
             log.write(f"{datetime.now().isoformat(sep=' ', timespec='milliseconds')} {sentence}\n")
 
@@ -629,7 +629,7 @@ class _Trial:
     """The metric by batches, as stored."""
     fresh: dict[int, float] = field(default_factory=dict)
     """Values that are not stored yet."""
-    told: int = -1
+    searcher_steps: int = -1
     """The batches of the last report that the searcher has received."""
     verdict: Literal["STOPPED", "COMPLETED"] | None = None
     """The final state if the searcher has stopped it, else None."""
@@ -644,7 +644,7 @@ class _Trial:
     steps: int = 0
     progress: float | None = None
     status: str | None = None
-    shown: tuple[float, int, float | None, str | None] = field(
+    stored_progress: tuple[float, int, float | None, str | None] = field(
         default_factory=lambda: (time.monotonic(), 0, None, None)
     )
     """When the progress was last stored, and its value."""

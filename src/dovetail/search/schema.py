@@ -165,7 +165,7 @@ def read_experiment(
 
 
 def _ends_none_early(config: ExperimentConfig) -> bool:
-    """Whether a searcher that stops trials early gets no validation before their end."""
+    """Return whether a searcher that stops trials early gets no validation before their end."""
     compares_at_times = "max_time" in config.searcher.options
     return is_trial_class(config.entrypoint) and compares_at_times and not config.min_validation_period.value
 
@@ -320,6 +320,7 @@ class _Reader:
         """Return the configuration; invalid values are replaced by defaults."""
         keys = _JOB_KEYS if self._is_job else _TRIAL_KEYS
         top = self._section((), self._config, keys, tuple(_TRIAL_KEYS) if self._is_job else ())
+        # A missing section was reported; with an empty one, the other sections are still checked.
         if not self._is_job and "searcher" not in top:
             top["searcher"] = {}
         within = {
@@ -403,6 +404,8 @@ class _Reader:
         misread: list[Problem] = []
         searcher = read_searcher(top["searcher"], misread)
         self._problems.extend(misread, "searcher")
+        # Combined checks need a valid space and valid options; otherwise they would report consequences of one
+        # mistake.
         if not found and not misread:
             self._problems.extend(searchers.get(searcher.name).problems(searcher, space))
         return searcher
@@ -417,6 +420,7 @@ class _Reader:
         if "type" not in given and not given.keys() & places.keys():
             # The section only says which checkpoints are kept: the folder is the store's own.
             places = {name: Key(key.check, None) for name, key in places.items()}
+        # With an unknown type, keys of any storage are accepted, so that only the type is reported.
         elsewhere = {name for keys in _STORAGES.values() for name in keys} if not places else {"container_path"}
         known = {"type": Key(one_of(*_STORAGES), "shared_fs"), **_RETENTION, **places}
         values = self._section(("checkpoint_storage",), given, known, tuple(elsewhere))
@@ -434,6 +438,7 @@ class _Reader:
 
     def _raw(self, name: str, units: Mapping[str, TrainUnit | None], within: Mapping[str, Any]) -> dict[str, Any]:
         """Return the configuration that trials read: with values in one form, and without null values."""
+        # A null in a file means the default, as a missing key does.
         raw = {key: copy.deepcopy(value) for key, value in self._config.items() if value is not None}
         for section in raw.keys() & {*within, "searcher"}:
             if isinstance(raw[section], dict):

@@ -62,6 +62,7 @@ def without_secrets(text: str, url: str) -> str:
     account, _, place = url.partition("://")[2].rpartition("@")
     secrets = [account.partition(":")[2], *re.findall(r"=([^&]+)", place)]
     parts = [part for secret in secrets for part in (secret, unquote(secret), *re.split(r"[@/:?#&=]", secret))]
+    # The longest first: otherwise a part could be replaced inside of the whole password, and leave its rest.
     for part in sorted({*parts} - {""}, key=len, reverse=True):
         text = text.replace(part, HIDDEN)
     return text
@@ -69,6 +70,7 @@ def without_secrets(text: str, url: str) -> str:
 
 def write_private(path: Path, text: str) -> None:
     """Write a new file that only its owner can read."""
+    # Before the text is written: with a later chmod, other users could read it in between.
     path.touch(mode=0o600)
     path.write_text(text, encoding="utf-8")
 

@@ -26,7 +26,8 @@ def take_snapshot(source: Path, target: Path, leave_out: Iterable[Path] = (), ma
     """Copy a folder of code to a new folder, and return its size in bytes.
 
     The copy does not contain the paths in `leave_out`, files that `.detignore` and `.dovetailignore` list, `.git`,
-    `.dovetail`, `__pycache__`, checkpoints, and special files. Links are copied as links with absolute targets.
+    `.dovetail`, `__pycache__`, checkpoints, and special files. Links are copied as links; if they lead out of
+    the folder, their target is made absolute.
 
     Raises:
         ConfigError: There is no such folder, or it is too large.
@@ -35,9 +36,11 @@ def take_snapshot(source: Path, target: Path, leave_out: Iterable[Path] = (), ma
         what = "is not a folder" if source.exists() else "does not exist"
         raise ConfigError(f"context directory: expected a folder with the code, but {str(source)!r} {what}")
     rules = IgnoreRules.of(source)
+    # The target may be inside of the source, and would be copied into itself.
     forbidden = {path.resolve() for path in (*leave_out, target)}
     entries = list(_entries(source, source, rules, forbidden))
     total = sum(entry.size for entry in entries)
+    # Checked before anything is copied, so that a folder with a large dataset fails at once.
     if total > max_bytes:
         largest = max(entries, key=lambda entry: entry.size)
         raise ConfigError(
@@ -87,7 +90,7 @@ class IgnoreRules:
         return cls([_pattern(line) for line in lines if line.strip().strip("/!") and not line.startswith("#")])
 
     def ignores(self, name: str, is_folder: bool = False) -> bool:
-        """Whether to leave out a file or folder, given by its path relative to the top, with `/`."""
+        """Return whether to leave out a file or folder, given by its path relative to the top, with `/`."""
         for pattern in reversed(self.patterns):
             if (is_folder or not pattern.only_folders) and pattern.regex.fullmatch(name):
                 return not pattern.takes_back
@@ -169,6 +172,7 @@ def _entries(folder: Path, root: Path, rules: IgnoreRules, forbidden: set[Path])
 
 def _destination(link: Path, root: Path) -> str:
     text = os.readlink(link)
+    # A relative link within the folder is copied as it is: it then leads to the copy, not to the original.
     inside = not os.path.isabs(text) and link.resolve().is_relative_to(root.resolve())
     return text if inside else str(link.resolve())
 

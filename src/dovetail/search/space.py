@@ -105,6 +105,7 @@ class Space:
     def _filled(self, node: Any, params: Mapping[str, Any]) -> Any:
         if isinstance(node, Parameter):
             return node.given(params[node.name])
+        # A copy, because a trial could change a list in place for all later trials.
         if isinstance(node, _Constant):
             return copy.deepcopy(node.value)
         return {name: self._filled(part, params) for name, part in node.items()}
@@ -198,6 +199,7 @@ class Integer(Parameter):
         return self.minval + min(int(place * size), size - 1)
 
     def place(self, value: int) -> float:
+        # The middle of the value's share, so that `at(place(value))` is the value again.
         return (value - self.minval + 0.5) / (self.maxval - self.minval + 1)
 
     def grid(self) -> list[int]:
@@ -214,6 +216,7 @@ class Integer(Parameter):
     def scaled(self, value: int, factor: float) -> int:
         """Return the value times a factor, changed by at least 1."""
         moved = round(value * factor)
+        # Otherwise a small number such as 1 would never change.
         if moved == value and factor != 1:
             moved += 1 if factor > 1 else -1
         return max(self.minval, min(moved, self.maxval))
@@ -288,6 +291,7 @@ class Log(_Continuous):
         return self._power(0), self._power(1)
 
     def at(self, place: float) -> float:
+        # Rounding of the power may leave the range, which Optuna rejects.
         return self._within(self._power(place))
 
     def place(self, value: float) -> float:
@@ -408,6 +412,7 @@ def _leaf(value: Mapping[str, Any], keys: tuple[str, ...], problems: list[Proble
     table = {"type": Key(lambda given: given), **_KINDS[kind](value)}
     # The value of a constant may be null.
     if kind == "const" and "val" in value:
+        # Checks only the names of the keys, with a placeholder in place of the value.
         read_section({**value, "val": 0}, table, problems)
         return _Constant(value["val"])
     values = read_section(value, table, problems)

@@ -58,7 +58,7 @@ def spread(command: Sequence[str], slots: int, resource: str) -> list[str]:
 
 
 def is_spreadable(command: Sequence[str]) -> bool:
-    """Whether `spread` supports a command.
+    """Return whether `spread` supports a command.
 
     Example:
         >>> is_spreadable(["python3", "-m", "dovetail.launch", "--slots", "2", "train.py"]), is_spreadable(["torchrun"])
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         trainer.fit()
     except Exception as error:
-        if attempt.asked is not None:
+        if attempt.exit_request is not None:
             return 128 + signal.SIGTERM
         print(f"dovetail: {str(error).strip().splitlines()[-1]}", file=sys.stderr)
         return 1
@@ -107,10 +107,11 @@ def _run_rank(work: Mapping[str, Any]) -> None:
     from ray import train
     from ray.train.collective import broadcast_from_rank_zero
 
-    from dovetail.search.cluster import guarded
+    from dovetail.search.cluster import start_guard
 
     context, attempt = train.get_context(), Attempt(Path(work["attempt"]))
     host, port = broadcast_from_rank_zero(_meeting_point() if context.get_world_rank() == 0 else None)
+    # The variables that torchrun sets.
     place = {
         "RANK": context.get_world_rank(),
         "LOCAL_RANK": context.get_local_rank(),
@@ -124,20 +125,22 @@ def _run_rank(work: Mapping[str, Any]) -> None:
     own = {name: value for name, value in os.environ.items() if name.startswith(("CUDA_", "RAY_"))}
     env = {**work["env"], **own, **{name: str(value) for name, value in place.items()}}
     if host.startswith("127."):
+        # All processes are on this machine. Gloo would choose an interface by the host's name, which may not resolve.
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with open(attempt.trial / "log.txt", "ab") as log:
         process = subprocess.Popen(  # noqa: S603 - the user's own command
             work["command"], cwd=work["cwd"], env=env, stdout=log, stderr=log, start_new_session=True
         )
     # Otherwise its remaining processes would wait for the other processes of the group.
-    guard = guarded(attempt, process.pid)
+    guard = start_guard(attempt, process.pid)
     was_asked = False
     while (code := process.poll()) is None:
-        if not was_asked and attempt.asked is not None:
+        if not was_asked and attempt.exit_request is not None:
             was_asked = True
             process.send_signal(signal.SIGTERM)
         time.sleep(_EVERY)
     if code != 0:
+        # Ray Train then stops the other processes of the group. The guard stays, and kills what is left of this one.
         raise RuntimeError(f"rank {context.get_world_rank()} ended with exit code {code}")
     guard.communicate(b"over")
 

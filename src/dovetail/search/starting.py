@@ -37,6 +37,7 @@ def command_of(entrypoint: Sequence[str], slots: int) -> list[str]:
     if rest[:2] == ["-m", TORCH_LAUNCHER]:
         # Set the variables of a group also for one process, because scripts for that launcher read them.
         return [sys.executable, *options, *launcher, *(["--group"] if slots == 1 else []), *rest[2:]]
+    # Code on the command line cannot be passed to a launcher, and a launcher must not start another one.
     launches = rest[:1] in (["-c"], ["-"]) or rest[:2] in (["-m", "dovetail.launch"], ["-m", "torch.distributed.run"])
     return [sys.executable, *options, *(launcher if slots > 1 and rest and not launches else []), *rest]
 

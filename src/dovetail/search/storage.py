@@ -27,7 +27,7 @@ def push(folder: Path, url: str) -> list[str]:
 
     A folder without checkpoints changes nothing, because they may have been lost.
     """
-    files, root = opened(url)
+    files, root = open_file_system(url)
     stored = _marks(files, root)
     sent, kept = [], set()
     for checkpoint in checkpoints_of(folder):
@@ -36,6 +36,7 @@ def push(folder: Path, url: str) -> list[str]:
             digest = sha256((checkpoint.path / MANIFEST).read_bytes()).hexdigest()[:16]
             name = f"{checkpoint.path.name}-{digest}"
             if name not in stored:
+                # The mark is written after all files: a reader never sees a copy that is incomplete.
                 _send(files, checkpoint.path, f"{root}/{name}")
                 number = 1 + max(stored.values(), default=-1)
                 files.pipe_file(f"{root}/{name}.json", json.dumps({"number": number}).encode())
@@ -43,6 +44,7 @@ def push(folder: Path, url: str) -> list[str]:
                 sent.append(checkpoint.path.name)
             kept.add(name)
     for name in stored.keys() - kept if kept else ():
+        # The mark first: a copy that is removed only in part must not look complete.
         files.rm_file(f"{root}/{name}.json")
         files.rm(f"{root}/{name}", recursive=True)
     return sent
@@ -50,7 +52,7 @@ def push(folder: Path, url: str) -> list[str]:
 
 def pull(url: str, folder: Path) -> Path | None:
     """Fetch the intact checkpoints of `push` that the folder lacks, and return the newest of all, or None."""
-    files, root = opened(url)
+    files, root = open_file_system(url)
     newest = None
     for stored, _ in sorted(_marks(files, root).items(), key=lambda mark: mark[1]):
         match = _STORED.fullmatch(stored)
@@ -60,6 +62,7 @@ def pull(url: str, folder: Path) -> Path | None:
             folder.mkdir(parents=True, exist_ok=True)
             with reserve(DISK, target) as temporary:
                 _fetch(files, f"{root}/{stored}", temporary / target.name)
+                # Verified before the rename, so that a damaged copy never has the name of a checkpoint.
                 if latest_checkpoint(temporary) is None:
                     continue
                 (temporary / target.name).rename(target)
@@ -67,7 +70,7 @@ def pull(url: str, folder: Path) -> Path | None:
     return newest
 
 
-def opened(url: str) -> tuple[Any, str]:
+def open_file_system(url: str) -> tuple[Any, str]:
     """Return the fsspec file system of a URL, and the path in it.
 
     Raises:
@@ -113,6 +116,7 @@ def _send(files: Any, checkpoint: Path, place: str) -> None:
 def _fetch(files: Any, place: str, target: Path) -> None:
     for path in files.find(place):
         inner = PurePosixPath(path).relative_to(place)
+        # Otherwise a name in the storage could write outside of the trial's folder.
         if ".." in inner.parts:
             raise CheckpointError(f"{place}: {str(inner)!r} is not a valid name for a file of a checkpoint")
         (target / inner).parent.mkdir(parents=True, exist_ok=True)

@@ -30,7 +30,7 @@ from dovetail.errors import UnknownNameError
 from dovetail.extras import require
 from dovetail.printing import quiet
 from dovetail.search.databases import file_url, open_file, open_server
-from dovetail.search.locks import holding, is_taken
+from dovetail.search.locks import hold_lock, is_taken
 from dovetail.search.processes import Attempt, is_at_work
 from dovetail.search.records import (
     OVER,
@@ -41,6 +41,7 @@ from dovetail.search.records import (
     TrialRecord,
     TrialState,
     best_step,
+    no_such,
 )
 from dovetail.search.secrets import masked, write_private
 from dovetail.search.snapshot import take_snapshot
@@ -137,7 +138,7 @@ class Store:
             with suppress(KeyError):
                 attributes = self.storage.get_study_user_attrs(experiment_id)
         if _RECORD not in attributes:
-            raise _no_such("experiment", experiment_id, [each.id for each in self.experiments()])
+            raise no_such("experiment", experiment_id, [each.id for each in self.experiments()])
         return self._experiment(experiment_id, attributes)
 
     def trial(self, trial_id: int) -> TrialRecord:
@@ -152,7 +153,7 @@ class Store:
                 if _RECORD in found.system_attrs:
                     attributes = self.storage.get_study_user_attrs(found.system_attrs[_RECORD]["experiment_id"])
                     return trial_record(found, Path(attributes[_RECORD]["trials"]), _smaller_is_better(attributes))
-        raise _no_such("trial", trial_id, [trial.id for each in self.experiments() for trial in each.trials])
+        raise no_such("trial", trial_id, [trial.id for each in self.experiments() for trial in each.trials])
 
     def jobs(self) -> list[JobRecord]:
         """Return all jobs, oldest first."""
@@ -166,7 +167,7 @@ class Store:
         """
         folder = self.home / "jobs" / str(job_id)
         if not _is_possible(job_id) or not (folder / "job.json").exists():
-            raise _no_such("job", job_id, self._job_numbers())
+            raise no_such("job", job_id, self._job_numbers())
         stored = json.loads((folder / "job.json").read_text())
         attempt, started = Attempt.of(folder, 0), datetime.fromisoformat(stored["started"])
         code = attempt.exit_code
@@ -181,7 +182,7 @@ class Store:
         if code is not None:
             ended = datetime.fromtimestamp((attempt.folder / "exit").stat().st_mtime, timezone.utc)
         state: Literal["COMPLETED", "CANCELED", "ERROR"] = "COMPLETED" if code == 0 else "ERROR"
-        if code != 0 and attempt.asked is not None:
+        if code != 0 and attempt.exit_request is not None:
             state = "CANCELED"
         return JobRecord(job_id, stored["name"], state, folder, code, started, ended)
 
@@ -281,7 +282,7 @@ class Store:
         Raises:
             ExperimentError: Another process holds the lock.
         """
-        return holding(self.folder(experiment_id) / "lock", f"experiment {experiment_id}")
+        return hold_lock(self.folder(experiment_id) / "lock", f"experiment {experiment_id}")
 
     # ------------------------------------------------------------------ for the runner
 
@@ -401,7 +402,7 @@ class Store:
     # ------------------------------------------------------------------ private
 
     def _is_stored_elsewhere(self, experiment_id: int, folder: Path, named: Path) -> bool:
-        """Whether a folder is the one that `create_experiment` chose for trials in a storage outside of the store."""
+        """Return whether `create_experiment` chose a folder for trials in a storage outside of the store."""
         from dovetail.search.schema import read_experiment
 
         with warnings.catch_warnings():
@@ -429,21 +430,8 @@ class Store:
 
 
 def _is_possible(number: int) -> bool:
-    """Whether a database can contain a row with this number; larger numbers would be a database error."""
+    """Return whether a database can contain a row with this number; larger numbers would be a database error."""
     return 0 <= number <= _LARGEST_NUMBER
-
-
-def _no_such(what: str, number: int, known: Sequence[int]) -> ExperimentError:
-    """Return the error about an unknown number; it lists the known ones."""
-    ranges: list[list[int]] = []
-    for each in sorted(known):
-        if ranges and each == ranges[-1][-1] + 1:
-            ranges[-1][1:] = [each]
-        else:
-            ranges.append([each])
-    there = ", ".join(" to ".join(map(str, each)) for each in ranges)
-    words = {0: "there is none", 1: f"there is {what} {there}"}.get(len(known), f"there are {what}s {there}")
-    return ExperimentError(f"there is no {what} {number}: {words}")
 
 
 def experiment_record(number: int, attributes: Mapping[str, Any], trials: Sequence[FrozenTrial]) -> ExperimentRecord:

@@ -60,6 +60,7 @@ def check_descriptors() -> Check:
     text = f"at most {limit:,} per process"
     if limit >= _FEW_DESCRIPTORS:
         return Check("files", "open files", "ok", text)
+    # A user cannot raise the limit above the hard one.
     goal = 4096 if most == resource.RLIM_INFINITY else min(4096, most)
     return Check("files", "open files", "note", f"{text}: few for loaders with many workers", f"ulimit -n {goal}")
 

@@ -28,6 +28,13 @@ PURPOSES: Mapping[str, str] = {
     "flower": "federations on Flower nodes",
     "compression": "compressed updates",
     "s3": "checkpoints in S3",
+    "huggingface": "models of transformers",
+    "adapters": "LoRA and other adapters of peft",
+    "timm": "models of timm",
+    "polars": "data frames of polars",
+    "streams": "streams of torchdata, webdataset, litData and Hugging Face datasets",
+    "onnx": "models exported to ONNX",
+    "trackio": "TrackioLogger",
 }
 """The extras and their purposes, without extras that only combine others."""
 
@@ -130,6 +137,7 @@ def _check_extra(extra: str, requirements: Sequence[Requirement]) -> Check:
 
 def _needs(extra: str, requirements: Sequence[Requirement]) -> list[Requirement]:
     own = [each for each in requirements if each.extra == extra]
+    # An extra may include others: `dashboard` requires dovetail[search].
     joined = [
         each for name in own if name.name == "dovetail" for one in name.extras for each in _needs(one, requirements)
     ]
@@ -137,8 +145,9 @@ def _needs(extra: str, requirements: Sequence[Requirement]) -> list[Requirement]
 
 
 def _fits(version: str, bounds: str) -> bool:
-    """Whether a version satisfies the bounds `>=`, `<` and `==`; other operators are ignored."""
+    """Return whether a version satisfies the bounds `>=`, `<` and `==`; other operators are ignored."""
     for operator, bound in re.findall(r"(>=|<(?!=)|==)\s*([\w.]+)", bounds):
+        # A local version such as 2.13.0+cpu satisfies ==2.13.0.
         if operator == "==" and version.partition("+")[0] != bound:
             return False
         if operator != "==" and (_release(version) >= _release(bound)) != (operator == ">="):
@@ -149,6 +158,7 @@ def _fits(version: str, bounds: str) -> bool:
 def _release(version: str) -> tuple[int, ...]:
     match = re.match(r"\d+(?:\.\d+)*", version)
     numbers = [int(each) for each in match[0].split(".")] if match else []
+    # 2.0 and 2.0.0 are the same version.
     while numbers and numbers[-1] == 0:
         numbers.pop()
     return tuple(numbers)

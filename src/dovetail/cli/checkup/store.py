@@ -51,6 +51,7 @@ def _check_file(path: Path) -> Check:
 
 def _look_into(path: Path) -> str:
     with closing(sqlite3.connect(f"{path.as_uri()}?mode=rw", uri=True, timeout=_CONNECT_SECONDS)) as database:
+        # Python would start a transaction itself before the statement below.
         database.isolation_level = None
         count = database.execute("SELECT count(*) FROM studies").fetchone()[0]
         # This takes the write lock without writing.
@@ -62,6 +63,7 @@ def _look_into(path: Path) -> str:
 def _try_database(path: Path) -> None:
     with closing(sqlite3.connect(path)) as database:
         mode = database.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+        # Network file systems often have none, and experiments need it for readers beside the runner.
         if mode != "wal":
             raise sqlite3.OperationalError(f"SQLite has no write-ahead log there, only {mode!r}")
         database.execute("CREATE TABLE try (value)")

@@ -30,6 +30,7 @@ def probing() -> Iterator[subprocess.Popen[str]]:
     with tempfile.TemporaryDirectory(prefix="dovetail-doctor-") as scratch:
         environment = {**os.environ, "TMPDIR": scratch, "TORCHINDUCTOR_CACHE_DIR": scratch, "PYTHONWARNINGS": "ignore"}
         if paths := environment.get("PYTHONPATH"):
+            # The process runs in another folder, where relative paths would lead elsewhere.
             environment["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, paths.split(os.pathsep)))
         # Not in the current folder: a user's file with the name of a module would be imported instead of the module.
         with subprocess.Popen(
@@ -85,7 +86,8 @@ def _version(found: Mapping[str, Any]) -> Check:
 def _threads(found: Mapping[str, Any]) -> Check:
     threads, cores = int(found["threads"]), num_cores()
     said = os.environ.get("OMP_NUM_THREADS")
-    text = f"{threads} torch threads on {counted(cores, 'core')}{f' (OMP_NUM_THREADS={said})' if said else ''}"
+    text = f"{counted(threads, 'torch thread')} on {counted(cores, 'core')}"
+    text += f" (OMP_NUM_THREADS={said})" if said else ""
     if threads <= cores:
         return Check("torch", "threads", "ok", text)
     return Check("torch", "threads", "note", f"{text}: more threads than cores", f"export OMP_NUM_THREADS={cores}")

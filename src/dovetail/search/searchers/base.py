@@ -97,7 +97,7 @@ class Searcher(ABC):
 
     @abstractmethod
     def is_over(self) -> bool:
-        """Whether there are no more trials to suggest. An experiment ends when this is True and no trial runs."""
+        """Return whether no trial is left to suggest. An experiment ends when this is True and no trial runs."""
 
     def on_validation(self, number: int, time: int, value: float) -> bool:
         """Receive the metric of a trial, in the order of its reports; return False to stop the trial.
@@ -217,6 +217,7 @@ class Composed(Searcher):
     def suggest(self, study: Study, number: int) -> Suggestion | None:
         if number >= self._limit:
             return None
+        # A killed runner may have requested this number before, so it is not counted twice.
         self._num_created = max(self._num_created, number + 1)
         return Suggestion(self._sampler.sample(study, number), attributes=self._rule.admit(number))
 
@@ -271,9 +272,11 @@ def _unused_of_rule(kind: type[StoppingRule]) -> Iterator[str]:
 
 def comparable(value: float) -> float:
     """Return a value that can be sorted and stored as JSON; NaN becomes the worst value."""
+    # NaN is the only value that differs from itself.
     return WORST if value != value else max(-WORST, min(value, WORST))
 
 
 def generator(seed: int, number: int) -> random.Random:
     """Return the random generator of one trial: the same in every process and version of Python."""
+    # Python hashes text with SHA-512 here; the hash of other seeds may differ between versions.
     return random.Random(f"{seed}/{number}")

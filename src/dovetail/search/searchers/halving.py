@@ -65,8 +65,10 @@ def adaptive_brackets(
     lowest = {"aggressive": top, "standard": (top - 1) // 2 + 1, "conservative": 1}[mode]
     # There are no brackets without trials.
     rungs = (sorted(bracket_rungs, reverse=True) or list(range(top, lowest - 1, -1)))[:max_trials]
+    # Hyperband's shares: a bracket with more rungs stops most trials early, so it can afford more of them.
     weights = [divisor ** (count - 1) / count for count in rungs]
     trials = [max(int(weight / sum(weights) * max_trials), 1) for weight in weights]
+    # Rounding down leaves some trials over, and the minimum of 1 may exceed the total.
     trials[0] += max(max_trials - sum(trials), 0)
     while sum(trials) > max_trials:
         trials[trials.index(max(trials))] -= 1
@@ -133,6 +135,7 @@ class AsyncHalving(StoppingRule):
     def leave(self, number: int, state: TrialState) -> None:
         """Count a failed trial as the worst at all rungs that it has not reached, and remove an invalid one."""
         trial = self._trial(number)
+        # Another trial replaces it, so it must not take a place in its bracket.
         if state == "INVALID_HP":
             for rung in self._rungs[trial.bracket]:
                 rung[:] = [entry for entry in rung if entry[1] != number]

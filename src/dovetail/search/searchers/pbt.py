@@ -126,6 +126,7 @@ class PopulationBasedTraining(Searcher):
         while not member.is_over and time >= self._time(member.round):
             entries = self._state.rounds[member.round - 1]
             score = comparable(self._sign * value)
+            # Of equal values the earlier one is better.
             position = bisect_right(entries, score, key=lambda entry: entry[0])
             entries.insert(position, [score, number])
             if member.round == self._num_rounds:
@@ -150,7 +151,9 @@ class PopulationBasedTraining(Searcher):
             for entries in self._state.rounds:
                 entries[:] = [entry for entry in entries if entry[1] != number]
             if member.source is not None:
+                # Another copy of the same source; a founder is replaced by `_num_lacking` instead.
                 self._state.vacancies.append([member.source, passed])
+        # A trial that failed as the only one or the best of its round has no better trial to copy.
         elif state == "ERROR" and passed > 0 and self._state.rounds[passed - 1][0][1] != number:
             self._state.vacancies.append([self._leader(number, passed), passed])
 
@@ -186,6 +189,7 @@ class PopulationBasedTraining(Searcher):
         """Return a random one of the best trials of a round."""
         entries = self._state.rounds[after - 1]
         best = [int(entry[1]) for entry in entries[: max(self._num_truncated(entries), 1)] if entry[1] != number]
+        # A negative number, so that this draw is independent of the hyperparameters of trial `number`.
         return generator(self._seed, -1 - number).choice(best)
 
     def _perturbed(self, source: int, number: int) -> dict[str, Any]:

@@ -120,6 +120,7 @@ def _resolve_time(section: Mapping[str, Any], values: dict[str, Any], problems: 
     """Set the time of a searcher that compares trials at certain times from the length of the trials."""
     length = values["max_length"]
     if length is not None and values["time_metric"] in (None, unit_name(length)):
+        # `max_length: {epochs: 10}` implies both options, unless they are given.
         values["time_metric"] = unit_name(length)
         values["max_time"] = values["max_time"] or length.length
     for name, hint in (

@@ -131,6 +131,7 @@ class CmaSampler(Sampler):
             if trial.value is not None
         ]
         size = self._population_size
+        # CMA-ES updates its distribution once per complete population; the rest waits for further trials.
         for first in range(0, len(completed) - size + 1, size):
             strategy.tell(completed[first : first + size])
             if strategy.should_stop():
@@ -143,6 +144,7 @@ class CmaSampler(Sampler):
         count = len(self._axes)
         return require("cmaes", "search").CMA(
             mean=numpy.full(count, 0.5),
+            # The whole range, of positions from 0 to 1, is three standard deviations to either side of its middle.
             sigma=1 / 6,
             bounds=numpy.array([[0.0, 1.0]] * count),
             seed=seed,
@@ -162,6 +164,7 @@ def _finished(study: Study, *states: Any) -> list[FrozenTrial]:
 def _with_finite_values(trials: list[FrozenTrial]) -> list[FrozenTrial]:
     """Return trials with infinite values replaced by the smallest or largest finite value."""
     numbers = [value for trial in trials for value in _values(trial) if math.isfinite(value)]
+    # A model such as a Gaussian process cannot be fitted to an infinite loss.
     least, most = min(numbers, default=0.0), max(numbers, default=0.0)
 
     def finite(value: float) -> float:
