@@ -199,7 +199,7 @@ class Watch(ServerCallback):
 class Alone(Algorithm):
     """No federation: nothing of the model is ever sent, and every client trains its own."""
 
-    def stays(self, name: str) -> bool:
+    def is_local(self, name: str) -> bool:
         return True
 
 

@@ -84,7 +84,7 @@ def trained() -> tuple[Task, Update]:
     torch.manual_seed(SEED)
     model = mlp(64, 10, (1340,))
     client = Client(trainer=ComposableTrainer(device="cpu", verbose=False))
-    client.begin(model, data, FedAvg())
+    client.prepare(model, data, FedAvg())
     weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
     task = Task(1, 1, weights, seed=SEED, config={"epochs": 1, "batch_size": 32})
     return task, client.work(task, {})[0]

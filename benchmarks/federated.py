@@ -61,7 +61,7 @@ from dovetail.federated.data.partition import dirichlet
 from dovetail.federated.data.sources import Datasource, PartitionedData, leaf_synthetic
 from dovetail.federated.messages import Task, Update
 from dovetail.runtime.seeds import derive_seed
-from dovetail.runtime.signals import listening
+from dovetail.runtime.signals import install_handlers_once
 from dovetail.trainers import CompiledTrainer
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.composable import ComposableTrainer
@@ -207,7 +207,7 @@ class WithDovetail:
         trainer: Trainer = CompiledTrainer(plain, mode="step", steps_per_call=steps_per_call) if compiled else plain
         self.algorithm = FedAvg()
         self.client = Client(trainer=trainer)
-        self.client.begin(federation.model, federation.data, self.algorithm)
+        self.client.prepare(federation.model, federation.data, self.algorithm)
         self.backend: Backend = backends.get(backend)(num_workers=workers)
         self.backend.start(self.client)
 
@@ -220,7 +220,7 @@ class WithDovetail:
         ]
         answers: dict[int, Update] = {}
         # As a server does, for all its rounds.
-        with listening():
+        with install_handlers_once():
             for outcome in self.backend.run([(task, {}) for task in tasks]):
                 if not isinstance(outcome, Done):
                     raise RuntimeError(f"client {outcome.client_id}: {outcome.reason}")

@@ -258,6 +258,10 @@ def _mlp_from_memory(loader: str, num_batches: int) -> Job:
     return _mlp_job(kind(dataset, batch_size=32, shuffle=True, generator=torch.Generator().manual_seed(SEED)))
 
 
+def _mlp_from_torch(loader: str, num_batches: int) -> Job:
+    return _mlp_job(TorchDataLoader(TensorDataset(*_vectors(num_batches)), batch_size=32, shuffle=True))
+
+
 def _mlp_job(batches: Iterable[Any]) -> Job:
     model = nn.Sequential(nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 10))
     return Job(model, nn.CrossEntropyLoss(), SGD(model.parameters(), lr=0.1), batches, 1)
@@ -362,6 +366,15 @@ WORKLOADS = (
         repeats=(7, 2),
         bars={OFF: 1.00, DEFAULT: 1.00},
         within_noise=True,
+    ),
+    Workload(
+        "torch",
+        "(e) the MLP from a dataset in memory, shuffled; all on torch's own DataLoader",
+        _mlp_from_torch,
+        num_batches=(250, 25),
+        epochs=2,
+        repeats=(15, 3),
+        bars={OFF: 0.65, DEFAULT: 0.65},
     ),
 )
 

@@ -25,12 +25,12 @@ def peers() -> Iterator[Any]:
         sys.modules.pop("federated_peers", None)
 
 
-def test_the_last_round_is_done_before_the_shutdown(
+def test_the_last_round_ends_before_the_shutdown(
     peers: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("round\nround\n"))
-    heard = [(clients, capsys.readouterr().out) for clients in peers.each_round([[1], [2]])]
-    assert heard == [([1], "ready\n"), ([2], "done\n")]
+    received = [(clients, capsys.readouterr().out) for clients in peers.each_round([[1], [2]])]
+    assert received == [([1], "ready\n"), ([2], "done\n")]
     assert capsys.readouterr().out == "done\n"
 
 

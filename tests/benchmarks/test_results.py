@@ -34,7 +34,7 @@ def sections(bench: Any) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("forking")
-def test_a_quick_run_writes_a_section_and_judges_nothing(bench: Any, tmp_path: Path) -> None:
+def test_a_quick_benchmark_writes_a_section_without_a_verdict(bench: Any, tmp_path: Path) -> None:
     target = tmp_path / "strategies.json"
     command = [sys.executable, str(BENCHMARKS / "strategies.py"), "--quick", "--json", str(target)]
     subprocess.run(command, check=True, capture_output=True)
@@ -47,18 +47,18 @@ def test_a_quick_run_writes_a_section_and_judges_nothing(bench: Any, tmp_path: P
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_page_is_what_its_files_give(bench: Any) -> None:
+def test_the_results_page_equals_its_generated_content(bench: Any) -> None:
     page = (BENCHMARKS / "RESULTS.md").read_text(encoding="utf-8")
     assert page == bench.page.markdown(sections(bench), bench.run.TITLES, bench.run.LINKS)
 
 
-def test_every_figure_of_the_page_is_there(bench: Any) -> None:
+def test_every_figure_of_the_page_exists(bench: Any) -> None:
     page = (BENCHMARKS / "RESULTS.md").read_text(encoding="utf-8")
     drawn = {name for name in sections(bench) if f"(results/{name}.png)" in page}
     assert drawn == {path.stem for path in RESULTS.glob("*.png")}
 
 
-def test_the_guide_has_the_tables_that_were_measured(bench: Any) -> None:
+def test_the_guide_has_the_measured_tables(bench: Any) -> None:
     pages = {path.stem: path.read_text(encoding="utf-8") for path in bench.run.GUIDE.rglob("*.md")}
     shown = {name: text for name, text in pages.items() if bench.run.MARKS.search(text)}
     assert shown.keys() == {"scaling", "compile", "backends", "postprocessors"}
@@ -81,7 +81,7 @@ def test_every_section_has_a_script(bench: Any) -> None:
         ([2.7, 2.8, 2.9], 3.0, "≥", "missed"),
     ],
 )
-def test_a_bar_is_judged_by_the_interval_of_the_median(
+def test_a_limit_is_checked_with_the_interval_of_the_median(
     bench: Any, samples: list[float], bar: float, sense: str, said: str
 ) -> None:
     assert bench.report.verdict(samples, bar, sense) == said
@@ -91,40 +91,40 @@ def test_a_bar_is_judged_by_the_interval_of_the_median(
 ONE_OUTLIER = [1.59114, 1.36076, 1.46962, 1.54046, 1.30867, 1.45706, 5.84511]
 
 
-def test_one_outlier_does_not_make_a_missed_bar_unclear(bench: Any) -> None:
+def test_one_outlier_does_not_make_a_missed_limit_unclear(bench: Any) -> None:
     assert bench.report.verdict(ONE_OUTLIER, 4.0, "≥") == "missed"
     assert bench.report.verdict(ONE_OUTLIER, 1.2, "≥") == "met"
 
 
-def test_two_outliers_and_a_bar_within_the_samples_are_unclear(bench: Any) -> None:
+def test_two_outliers_with_a_limit_within_the_samples_are_unclear(bench: Any) -> None:
     assert bench.report.verdict([*ONE_OUTLIER[1:], 5.9], 4.0, "≥") == "unclear"
     assert bench.report.verdict(ONE_OUTLIER, 1.5, "≥") == "unclear"
 
 
-def test_only_a_sample_far_from_the_others_is_left_out(bench: Any) -> None:
+def test_only_a_distant_sample_is_treated_as_an_outlier(bench: Any) -> None:
     assert bench.report.without_outlier([1.0, 1.1, 1.2, 1.3, 9.0]) == [1.0, 1.1, 1.2, 1.3]
     assert bench.report.without_outlier([-9.0, 1.0, 1.1, 1.2, 1.3]) == [1.0, 1.1, 1.2, 1.3]
     assert bench.report.without_outlier([1.0, 1.1, 1.2, 1.3, 1.8]) == [1.0, 1.1, 1.2, 1.3, 1.8]
     assert bench.report.without_outlier([1.0, 1.1, 1.2, 9.0]) == [1.0, 1.1, 1.2, 9.0]
 
 
-def test_noise_makes_what_is_near_the_bar_unclear(bench: Any) -> None:
+def test_noise_makes_results_near_the_limit_unclear(bench: Any) -> None:
     assert bench.report.verdict([0.90, 0.91, 0.92], 1.0, noise=0.02) == "met"
     assert bench.report.verdict([0.90, 0.91, 0.92], 1.0, noise=0.10) == "unclear"
 
 
-def test_the_interval_of_a_median_leaves_the_tails_out(bench: Any) -> None:
+def test_the_interval_of_a_median_excludes_the_tails(bench: Any) -> None:
     assert bench.report.certain(list(range(101))) == (40, 60)
     assert bench.report.certain([3.0, 1.0, 2.0]) == (1.0, 3.0)
 
 
-def test_a_command_names_nobodys_folders(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recorded_command_contains_no_user_folder(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["/somewhere/benchmarks/federated.py", "--pfl-python", "/home/me/pfl/bin/python", "--json", "/tmp/x.json"]
     monkeypatch.setattr(sys, "argv", words)
     assert bench.report._command() == "python benchmarks/federated.py --pfl-python .../pfl/bin/python"
 
 
-def test_a_section_is_the_same_after_writing_and_reading(bench: Any, tmp_path: Path) -> None:
+def test_a_section_survives_a_round_trip(bench: Any, tmp_path: Path) -> None:
     report = bench.report
     row = report.Row("one", [1.0, 2.0, 4.0], bar=3.0, verdict="unclear", cells=["x"])
     curve = report.Curve("c", "x", "y", [1.0, 2.0], [[1.0, 3.0], [2.0, 5.0]])

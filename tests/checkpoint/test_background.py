@@ -14,7 +14,7 @@ from dovetail.errors import CheckpointError
 
 
 class _Gate(Files):
-    """Lets a write go on only when the test says so."""
+    """Blocks a write until the test releases it."""
 
     def __init__(self) -> None:
         self.reached, self.open = threading.Event(), threading.Event()
@@ -30,7 +30,7 @@ class _Broken(Files):
         raise OSError(28, "No space left on device")
 
 
-def test_the_state_is_that_of_the_moment_of_submitting(tmp_path: Path) -> None:
+def test_the_written_state_is_the_one_at_submission(tmp_path: Path) -> None:
     gate = _Gate()
     tensor, counts = torch.ones(3), [1]
     with AsyncWriter(files=gate) as writer:
@@ -45,7 +45,7 @@ def test_the_state_is_that_of_the_moment_of_submitting(tmp_path: Path) -> None:
     assert state["counts"] == [1]
 
 
-def test_submitting_waits_for_the_write_before(tmp_path: Path) -> None:
+def test_submitting_waits_for_the_previous_write(tmp_path: Path) -> None:
     with AsyncWriter() as writer:
         writer.submit(tmp_path / "a", {"a": 1})
         writer.submit(tmp_path / "b", {"b": 2})
@@ -53,7 +53,7 @@ def test_submitting_waits_for_the_write_before(tmp_path: Path) -> None:
     assert load(tmp_path / "b") == {"b": 2}
 
 
-def test_checking_does_not_wait(tmp_path: Path) -> None:
+def test_checking_the_writer_does_not_wait(tmp_path: Path) -> None:
     gate = _Gate()
     with AsyncWriter(files=gate) as writer:
         writer.submit(tmp_path / "a", {})
@@ -64,7 +64,7 @@ def test_checking_does_not_wait(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("act", ["submit", "wait", "close"])
-def test_a_failed_write_is_raised_by_the_next_call(tmp_path: Path, act: str) -> None:
+def test_a_failed_background_write_is_raised_by_the_next_call(tmp_path: Path, act: str) -> None:
     writer = AsyncWriter(files=_Broken())
     writer.submit(tmp_path / "a", {})
     with pytest.raises(CheckpointError, match=r"a: the checkpoint could not be written: .*No space left"):
@@ -81,7 +81,7 @@ def test_checking_raises_the_error_of_a_finished_write(tmp_path: Path) -> None:
     writer.close()
 
 
-def test_a_failed_write_may_warn_instead(tmp_path: Path) -> None:
+def test_a_failed_background_write_may_warn_instead(tmp_path: Path) -> None:
     writer = AsyncWriter(on_error="warn", files=_Broken())
     writer.submit(tmp_path / "a", {})
     with pytest.warns(CheckpointWarning, match="No space left"):
@@ -98,6 +98,6 @@ def test_the_error_of_the_block_is_not_hidden_by_a_failed_write(tmp_path: Path) 
         fail()
 
 
-def test_state_that_cannot_be_stored_is_refused_at_once(tmp_path: Path) -> None:
+def test_state_that_cannot_be_stored_is_rejected_at_submission(tmp_path: Path) -> None:
     with AsyncWriter() as writer, pytest.raises(CheckpointError, match="a: cannot store"):
         writer.submit(tmp_path / "a", {"a": object()})

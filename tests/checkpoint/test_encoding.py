@@ -58,7 +58,7 @@ def round_trip(tmp_path: Path) -> Any:
     ],
     ids=lambda value: repr(value)[:30],
 )
-def test_plain_values_come_back_equal_and_of_the_same_type(round_trip: Any, value: Any) -> None:
+def test_plain_values_round_trip_with_equal_type(round_trip: Any, value: Any) -> None:
     loaded = round_trip(value)
     assert loaded == value
     assert repr(loaded) == repr(value)
@@ -75,11 +75,11 @@ _plain = st.recursive(
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(value=_plain)
-def test_any_nesting_of_plain_values_comes_back(round_trip: Any, value: Any) -> None:
+def test_any_nesting_of_plain_values_round_trips(round_trip: Any, value: Any) -> None:
     assert repr(round_trip(value)) == repr(value)
 
 
-def test_whole_numbers_may_be_huge(round_trip: Any) -> None:
+def test_huge_integers_round_trip(round_trip: Any) -> None:
     assert round_trip(-(7**10_000)) == -(7**10_000)
 
 
@@ -87,11 +87,11 @@ def test_negative_zero_keeps_its_sign(round_trip: Any) -> None:
     assert math.copysign(1, round_trip(-0.0)) == -1
 
 
-def test_nan_comes_back_as_nan(round_trip: Any) -> None:
+def test_nan_round_trips(round_trip: Any) -> None:
     assert math.isnan(round_trip(math.nan))
 
 
-def test_subclasses_of_dict_come_back_as_dict(round_trip: Any) -> None:
+def test_subclasses_of_dict_are_loaded_as_dict(round_trip: Any) -> None:
     assert type(round_trip(OrderedDict(b=1, a=2))) is dict
 
 
@@ -126,7 +126,7 @@ def _bits(tensor: torch.Tensor) -> list[int]:
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 3), (4, 5)], ids=str)
-def test_tensors_come_back_bit_for_bit(round_trip: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_tensors_round_trip_bit_for_bit(round_trip: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 3).to(dtype)
     loaded = round_trip(tensor)
     assert (loaded.dtype, loaded.shape) == (tensor.dtype, tensor.shape)
@@ -164,14 +164,14 @@ def test_tensors_come_back_bit_for_bit(round_trip: Any, dtype: torch.dtype, shap
         "large-deep",
     ],
 )
-def test_views_come_back_as_their_values(round_trip: Any, make: Any) -> None:
+def test_tensor_views_are_loaded_as_their_values(round_trip: Any, make: Any) -> None:
     tensor = make()
     loaded = round_trip(tensor)
     assert torch.equal(loaded, tensor)
     assert not loaded.requires_grad
 
 
-def test_the_payload_of_nan_is_kept(round_trip: Any) -> None:
+def test_the_payload_of_a_nan_is_kept(round_trip: Any) -> None:
     tensor = torch.tensor([0x7FC00001, 0x7F800001, -1], dtype=torch.int32).view(torch.float32)
     assert torch.equal(round_trip(tensor).view(torch.int32), tensor.view(torch.int32))
 
@@ -181,7 +181,7 @@ def test_a_view_does_not_store_the_memory_behind_it(tmp_path: Path) -> None:
     assert (path / "tensors.safetensors").stat().st_size < 5000
 
 
-def test_tied_weights_are_stored_once_and_share_memory_again(tmp_path: Path) -> None:
+def test_tied_weights_are_stored_once_and_share_memory_after_loading(tmp_path: Path) -> None:
     weight = torch.randn(1000)
     path = save(tmp_path / "checkpoint", {"encoder": weight, "decoder": {"weight": weight.view_as(weight)}})
     loaded = load(path)
@@ -190,7 +190,7 @@ def test_tied_weights_are_stored_once_and_share_memory_again(tmp_path: Path) -> 
     assert loaded["encoder"].data_ptr() == loaded["decoder"]["weight"].data_ptr()
 
 
-def test_different_views_of_one_memory_stay_different(round_trip: Any) -> None:
+def test_different_views_of_one_memory_remain_different(round_trip: Any) -> None:
     memory = torch.arange(6.0)
     loaded = round_trip([memory, memory[:3], memory.view(2, 3), memory.view(torch.int32)])
     assert [tuple(item.shape) for item in loaded] == [(6,), (3,), (2, 3), (6,)]
@@ -203,7 +203,7 @@ def test_loaded_tensors_own_their_memory(tmp_path: Path) -> None:
     assert torch.equal(load(path)["a"], torch.zeros(3))
 
 
-def test_names_that_collide_stay_apart(round_trip: Any) -> None:
+def test_tensor_names_that_collide_are_kept_apart(round_trip: Any) -> None:
     loaded = round_trip({"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}, 1: torch.ones(2), "1": torch.zeros(2)})
     assert torch.equal(loaded["a.b"], torch.ones(1))
     assert torch.equal(loaded["a"]["b"], torch.zeros(1))
@@ -211,7 +211,7 @@ def test_names_that_collide_stay_apart(round_trip: Any) -> None:
     assert torch.equal(loaded["1"], torch.zeros(2))
 
 
-def test_a_tensor_may_bear_the_formats_own_name(tmp_path: Path) -> None:
+def test_a_tensor_may_have_a_reserved_name_of_the_format(tmp_path: Path) -> None:
     state = load(save(tmp_path / "checkpoint", {"__metadata__": torch.ones(2)}))
     assert torch.equal(state["__metadata__"], torch.ones(2))
 
@@ -234,7 +234,7 @@ def test_a_tensor_may_bear_the_formats_own_name(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("shape", [(), (0,), (2, 3)], ids=str)
-def test_numpy_arrays_come_back_as_arrays(round_trip: Any, dtype: str, shape: tuple[int, ...]) -> None:
+def test_numpy_arrays_are_loaded_as_arrays(round_trip: Any, dtype: str, shape: tuple[int, ...]) -> None:
     array = np.arange(math.prod(shape)).reshape(shape).astype(dtype)
     loaded = round_trip(array)
     assert isinstance(loaded, np.ndarray)
@@ -325,13 +325,13 @@ def _cycle() -> list[Any]:
     ],
     ids=["sparse", "meta", "dtype", "object", "set", "complex", "objects", "strings", "date", "masked", "key", "cycle"],
 )
-def test_what_cannot_be_stored_is_named(tmp_path: Path, value: Any, sentence: str) -> None:
+def test_a_value_that_cannot_be_stored_is_named(tmp_path: Path, value: Any, sentence: str) -> None:
     with pytest.raises(CheckpointError, match=sentence):
         save(tmp_path / "checkpoint", {"value": {"deep": value}})
     assert list(tmp_path.iterdir()) == []
 
 
-def test_state_that_is_no_dict_is_refused(tmp_path: Path) -> None:
+def test_state_that_is_not_a_dict_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="state: expected a dict, got list"):
         save(tmp_path / "checkpoint", [1])  # type: ignore[call-overload] # the mistake under test
 
@@ -345,7 +345,7 @@ _COLLIDING: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("kind", _COLLIDING)
-def test_a_file_whose_keys_share_one_hash_is_refused(kind: str) -> None:
+def test_a_file_whose_keys_share_one_hash_is_rejected(kind: str) -> None:
     keys = _COLLIDING[kind]
     assert len({hash(key) for key in keys}) == 1
     tree = {"$dict": [[key, 0] for key in json.loads(encode({"keys": keys}).text)["keys"]]}
@@ -358,7 +358,7 @@ def test_a_dict_whose_keys_share_one_hash_is_not_written(tmp_path: Path) -> None
         save(tmp_path / "checkpoint", {"value": dict.fromkeys(_COLLIDING["tuples"][:17], 0)})
 
 
-def test_large_dicts_with_numbers_as_keys_come_back(round_trip: Any) -> None:
+def test_large_dicts_with_integer_keys_round_trip(round_trip: Any) -> None:
     for value in (
         {number: number for number in range(20_000)},
         {number << 40: 0 for number in range(20_000)},

@@ -98,7 +98,7 @@ def _deep(file: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [_fifo, _device, _elsewhere, _overflow, _deep])
-def test_a_manifest_that_is_no_plain_file_is_skipped_and_named(tmp_path: Path, damage: Any) -> None:
+def test_a_manifest_that_is_not_a_regular_file_is_skipped_and_named(tmp_path: Path, damage: Any) -> None:
     good, bad = save(tmp_path / "good", {}), save(tmp_path / "bad", {})
     damage(bad / MANIFEST)
     with pytest.warns(CheckpointWarning, match=r"bad/manifest\.json"):
@@ -125,7 +125,7 @@ def test_a_summary_that_could_not_be_read_is_not_written(
     assert os.listdir(tmp_path) == []
 
 
-def test_a_set_aside_folder_cannot_stand_for_its_parent(tmp_path: Path) -> None:
+def test_a_set_aside_folder_cannot_replace_its_parent(tmp_path: Path) -> None:
     save(tmp_path / "runs" / "good", {})
     for name in (".old-..0123abcd", ".old-...0123abcd"):
         (save(tmp_path / "runs" / "other", {})).rename(tmp_path / "runs" / name)
@@ -143,7 +143,7 @@ def test_a_run_that_starts_after_the_clock_was_set_back_is_the_newest(tmp_path: 
     assert latest(tmp_path) == tmp_path / "after_1"
 
 
-def test_manifests_without_a_number_are_ordered_by_time_and_come_first(tmp_path: Path) -> None:
+def test_manifests_without_a_sequence_number_are_ordered_by_time_first(tmp_path: Path) -> None:
     for name, year in (("b", 2031), ("a", 2030), ("c", 2032)):
         path = save(tmp_path / name, {}, summary={"run": name})
 
@@ -156,7 +156,7 @@ def test_manifests_without_a_number_are_ordered_by_time_and_come_first(tmp_path:
     assert [info.path.name for info in list_checkpoints(tmp_path)] == ["a", "b", "c", "new"]
 
 
-def test_a_hostile_number_does_not_stop_the_count(tmp_path: Path) -> None:
+def test_a_hostile_sequence_number_does_not_stop_the_count(tmp_path: Path) -> None:
     path = save(tmp_path / "first", {}, summary={"run": "first"})
     _forge(path, lambda document: document.update(sequence=(1 << 53) - 1))
     save(tmp_path / "second", {}, summary={"run": "second"})

@@ -62,7 +62,7 @@ def test_a_checkpoint_is_kept_if_any_rule_keeps_it(rules: dict[str, Any], kept: 
         ({"last": 1, "mode": "minimum"}, "mode: expected 'min' or 'max', got 'minimum'"),
     ],
 )
-def test_rules_that_cannot_be_meant_are_refused(rules: dict[str, Any], sentence: str) -> None:
+def test_invalid_retention_rules_are_rejected(rules: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         retain(_infos(), **rules)
 
@@ -72,20 +72,20 @@ def _save_five(directory: Path) -> None:
         save(directory / f"step-{step}", {}, summary={"step": step, "metrics": {"loss": abs(step - 1)}})
 
 
-def test_pruning_removes_what_no_rule_keeps(tmp_path: Path) -> None:
+def test_pruning_removes_checkpoints_that_no_rule_keeps(tmp_path: Path) -> None:
     _save_five(tmp_path)
     removed = prune(tmp_path, last=2, best=1, metric="loss")
     assert [path.name for path in removed] == ["step-0", "step-2"]
     assert [info.path.name for info in list_checkpoints(tmp_path)] == ["step-1", "step-3", "step-4"]
 
 
-def test_a_dry_run_removes_nothing(tmp_path: Path) -> None:
+def test_a_dry_run_of_pruning_removes_nothing(tmp_path: Path) -> None:
     _save_five(tmp_path)
     assert len(prune(tmp_path, last=1, dry_run=True)) == 4
     assert len(list_checkpoints(tmp_path)) == 5
 
 
-def test_pruning_is_about_the_names_that_match(tmp_path: Path) -> None:
+def test_pruning_applies_only_to_matching_names(tmp_path: Path) -> None:
     for number, name in enumerate(["ck_1", "best", "ck_2", "ck_3"]):
         save(tmp_path / name, {}, summary={"batches": number})
     removed = prune(tmp_path, last=1, pattern="ck_*")
@@ -93,13 +93,13 @@ def test_pruning_is_about_the_names_that_match(tmp_path: Path) -> None:
     assert (tmp_path / "best").exists()
 
 
-def test_pruning_always_leaves_the_newest(tmp_path: Path) -> None:
+def test_pruning_always_keeps_the_newest_checkpoint(tmp_path: Path) -> None:
     _save_five(tmp_path)
     prune(tmp_path, last=0)
     assert [info.path.name for info in list_checkpoints(tmp_path)] == ["step-4"]
 
 
-def test_pruning_does_not_bring_back_an_older_checkpoint_of_the_same_name(tmp_path: Path) -> None:
+def test_pruning_does_not_restore_an_older_checkpoint_of_the_same_name(tmp_path: Path) -> None:
     save(tmp_path / "a", {}, summary={"step": 1})
     (tmp_path / "a").rename(tmp_path / ".old-a.0123abcd")
     (tmp_path / "a.new").mkdir()
@@ -143,11 +143,11 @@ def test_experiments_keep_the_union_of_three_rules(
     assert experiment_retention(_EXPERIMENT, experiment_best, trial_best, trial_latest) == kept
 
 
-def test_larger_may_be_better() -> None:
+def test_the_best_checkpoint_can_have_the_largest_metric() -> None:
     assert experiment_retention(_EXPERIMENT, 2, 1, 0, smaller_is_better=False) == {3, 4, 8}
 
 
-def test_nan_is_never_best() -> None:
+def test_nan_is_never_the_best_metric() -> None:
     checkpoints = [TrialCheckpoint(1, 1, float("nan")), TrialCheckpoint(2, 1, 0.5)]
     assert experiment_retention(checkpoints, 2, 2, 0) == {2}
 
@@ -165,7 +165,7 @@ class _Meanwhile(Files):
         super().rename(source, target)
 
 
-def test_a_checkpoint_that_another_process_removes_first_is_no_error(tmp_path: Path) -> None:
+def test_a_checkpoint_removed_by_another_process_is_not_an_error(tmp_path: Path) -> None:
     for step in range(3):
         save(tmp_path / str(step), {}, summary={"step": step})
     assert prune(tmp_path, last=1, files=_Meanwhile(shutil.rmtree)) == [tmp_path / "1"]
@@ -180,7 +180,7 @@ def test_a_checkpoint_that_another_process_replaced_is_kept(tmp_path: Path) -> N
     assert load(tmp_path / "2") == {"a": "new"}
 
 
-def test_a_metric_that_no_checkpoint_has_removes_nothing(tmp_path: Path) -> None:
+def test_an_unknown_metric_removes_no_checkpoint(tmp_path: Path) -> None:
     for step in range(3):
         save(tmp_path / str(step), {}, summary={"step": step, "metrics": {"loss": 0.5}})
     with pytest.raises(UnknownNameError, match="unknown metric 'lose': did you mean 'loss'"):
@@ -188,6 +188,6 @@ def test_a_metric_that_no_checkpoint_has_removes_nothing(tmp_path: Path) -> None
     assert len(list_checkpoints(tmp_path)) == 3
 
 
-def test_a_metric_without_a_number_to_keep_is_refused() -> None:
+def test_a_metric_without_a_number_to_keep_is_rejected() -> None:
     with pytest.raises(ConfigError, match="metric: 'loss' has no effect without best"):
         retain(_infos(), last=1, metric="loss")

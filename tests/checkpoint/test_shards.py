@@ -15,7 +15,7 @@ from torch import Tensor
 from dovetail import checkpoint
 from dovetail.checkpoint.files import DISK, Files, write_file
 from dovetail.checkpoint.manifest import make_manifest
-from dovetail.checkpoint.shards import parse_index, together
+from dovetail.checkpoint.shards import parse_index, run_in_all_processes
 from dovetail.errors import CheckpointError
 
 SHARD = "shard-00000-of-00001.safetensors"
@@ -39,7 +39,7 @@ class Alone:
 
 
 class Answered(Alone):
-    """A group in which the other processes have told something already."""
+    """A group in which the other processes have already sent their values."""
 
     def __init__(self, *others: dict[str, Any]) -> None:
         super().__init__()
@@ -78,14 +78,14 @@ def rewritten(path: Path, file: str, content: bytes) -> Path:
     return path
 
 
-def test_a_tensor_in_parts_comes_back_whole(saved: Path) -> None:
+def test_a_sharded_tensor_is_loaded_whole(saved: Path) -> None:
     state = checkpoint.load(saved)
     assert type(state["part"]) is Tensor
     assert torch.equal(state["part"], torch.arange(6.0, dtype=torch.float64).view(3, 2))
     assert state["number"] == 7
 
 
-def test_processes_that_load_together_get_their_parts(saved: Path, peers: Alone) -> None:
+def test_processes_that_load_together_get_their_shards(saved: Path, peers: Alone) -> None:
     from torch.distributed.tensor import DTensor
 
     part = checkpoint.load(saved, peers=peers)["part"]
@@ -93,7 +93,7 @@ def test_processes_that_load_together_get_their_parts(saved: Path, peers: Alone)
     assert torch.equal(part.to_local(), torch.arange(6.0, dtype=torch.float64).view(3, 2))
 
 
-def test_the_index_is_readable_json(saved: Path) -> None:
+def test_the_shard_index_is_readable_json(saved: Path) -> None:
     part = {"file": SHARD, "offsets": [0, 0], "sizes": [3, 2]}
     expected = {"tensors": {"part": {"dtype": "float64", "shape": [3, 2], "parts": [part]}}}
     assert json.loads((saved / "shards.json").read_text()) == expected
@@ -108,18 +108,18 @@ def test_verification_reads_the_shards(saved: Path) -> None:
         checkpoint.verify(saved)
 
 
-def test_a_lost_shard_is_named(saved: Path) -> None:
+def test_a_missing_shard_is_named(saved: Path) -> None:
     (saved / SHARD).unlink()
     with pytest.raises(CheckpointError, match=rf"{SHARD}: the file is missing"):
         checkpoint.load(saved)
 
 
-def test_parts_are_not_saved_by_one_process_alone(peers: Alone, tmp_path: Path) -> None:
+def test_shards_cannot_be_saved_by_one_process_alone(peers: Alone, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="weight: several processes hold parts of it and must save together"):
         checkpoint.save(tmp_path / "alone", {"weight": peers.zeros([2], torch.float32)})
 
 
-def test_a_saved_checkpoint_is_replaced(saved: Path, peers: Alone) -> None:
+def test_a_saved_sharded_checkpoint_is_replaced(saved: Path, peers: Alone) -> None:
     checkpoint.save(saved, {"part": peers.zeros([2, 2], torch.float32)}, peers=peers)
     assert torch.equal(checkpoint.load(saved)["part"], torch.zeros(2, 2))
     assert [path.name for path in saved.parent.iterdir()] == ["saved"]
@@ -138,7 +138,7 @@ class FullDisk(Files):
 
 
 @pytest.mark.parametrize("file", [SHARD, "shards.json", "state.json", "manifest.json"])
-def test_a_refused_file_leaves_the_checkpoint_before_it(saved: Path, peers: Alone, file: str) -> None:
+def test_a_full_disk_keeps_the_previous_sharded_checkpoint(saved: Path, peers: Alone, file: str) -> None:
     with pytest.warns(checkpoint.CheckpointWarning, match="No space left on device"):
         found = checkpoint.save(
             saved, {"part": peers.zeros([9], torch.float32)}, on_error="warn", files=FullDisk(file), peers=peers
@@ -148,14 +148,14 @@ def test_a_refused_file_leaves_the_checkpoint_before_it(saved: Path, peers: Alon
     assert [path.name for path in saved.parent.iterdir()] == ["saved"]
 
 
-def test_what_fails_in_another_process_fails_here() -> None:
+def test_a_failure_in_another_process_is_raised_here() -> None:
     others = Answered({"result": 1, "problem": None}, {"result": None, "problem": "the disk is full"})
     with pytest.raises(CheckpointError, match=r"the disk is full \(rank 2\)"):
-        together(others, lambda: 0)
+        run_in_all_processes(others, lambda: 0)
 
 
 def test_every_process_gets_all_results() -> None:
-    assert together(Answered({"result": 1, "problem": None}), lambda: 0) == [0, 1]
+    assert run_in_all_processes(Answered({"result": 1, "problem": None}), lambda: 0) == [0, 1]
 
 
 class Malicious:
@@ -176,7 +176,7 @@ def test_a_pickled_index_is_never_executed(saved: Path, tmp_path: Path) -> None:
     assert not marker.exists()
 
 
-def test_an_index_of_something_else_than_the_file_holds_is_refused(saved: Path) -> None:
+def test_an_index_that_differs_from_the_file_is_rejected(saved: Path) -> None:
     text = (saved / "shards.json").read_text().replace("[3,2]", "[2,3]")
     rewritten(saved, "shards.json", text.encode())
     with pytest.raises(CheckpointError, match=rf"{SHARD}: does not contain the part of 'part' at \[0, 0\]"):
@@ -223,6 +223,6 @@ def test_a_well_formed_index_is_read() -> None:
         {"tensors": {"w": tensor(parts=[part(more=1)])}},
     ],
 )
-def test_an_index_that_cannot_be_is_refused(document: Any) -> None:
+def test_an_invalid_index_is_rejected(document: Any) -> None:
     with pytest.raises(CheckpointError, match=r"^there: "):
         parse_index(json.dumps(document).encode(), [SHARD, "tensors.safetensors"], "there")

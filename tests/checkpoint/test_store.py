@@ -32,7 +32,7 @@ def test_a_checkpoint_has_three_files(tmp_path: Path) -> None:
     assert os.listdir(path.parent) == ["checkpoint"]
 
 
-def test_saving_returns_the_path_that_was_given(tmp_path: Path) -> None:
+def test_saving_returns_the_given_path(tmp_path: Path) -> None:
     assert save(str(tmp_path / "checkpoint"), {}) == tmp_path / "checkpoint"
 
 
@@ -43,7 +43,7 @@ def test_a_bare_name_is_saved_in_the_working_directory(tmp_path: Path, monkeypat
     assert latest(".") == Path("checkpoint")
 
 
-def test_saving_again_replaces_the_checkpoint_and_leaves_nothing_beside(tmp_path: Path) -> None:
+def test_saving_again_replaces_the_checkpoint_without_leftovers(tmp_path: Path) -> None:
     for number in range(3):
         save(tmp_path / "checkpoint", {"number": number})
     assert load(tmp_path / "checkpoint") == {"number": 2}
@@ -59,7 +59,7 @@ def test_saving_again_replaces_the_checkpoint_and_leaves_nothing_beside(tmp_path
     ],
     ids=["file", "directory", "link"],
 )
-def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path, make: Any) -> None:
+def test_a_folder_that_is_not_a_checkpoint_is_never_replaced(tmp_path: Path, make: Any) -> None:
     make(tmp_path / "target")
     with pytest.raises(CheckpointError, match="target: not a checkpoint of Dovetail, so it is not replaced"):
         save(tmp_path / "target", {})
@@ -100,12 +100,12 @@ def test_a_damaged_checkpoint_with_foreign_files_is_moved_aside(tmp_path: Path, 
     assert latest(folder) == path
 
 
-def test_a_temporary_name_is_refused(tmp_path: Path) -> None:
+def test_a_temporary_name_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="reserved for temporary files"):
         save(tmp_path / ".tmp-a.0123abcd", {})
 
 
-def test_an_unknown_way_to_treat_errors_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_error_policy_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="on_error: expected 'raise' or 'warn', got 'ignore'"):
         save(tmp_path / "checkpoint", {}, on_error="ignore")  # type: ignore[call-overload] # the mistake under test
 
@@ -115,7 +115,7 @@ def test_map_location_moves_every_tensor(tmp_path: Path) -> None:
     assert load(path, map_location="meta")["a"].device.type == "meta"
 
 
-def test_the_manifest_tells_what_the_writer_said(tmp_path: Path) -> None:
+def test_the_manifest_stores_the_summary_of_the_writer(tmp_path: Path) -> None:
     summary = {"epoch": 2, "batches": 70, "metrics": {"loss": 0.25, "accuracy": float("nan")}, "note": "half way"}
     info = inspect(save(tmp_path / "checkpoint", {"a": torch.ones(100)}, summary=summary))
     assert repr(info.summary) == repr(summary)
@@ -132,18 +132,18 @@ def test_a_summary_holds_no_tensors(tmp_path: Path) -> None:
         save(tmp_path / "checkpoint", {}, summary={"loss": torch.ones(())})
 
 
-def test_a_summary_that_is_no_dict_is_refused(tmp_path: Path) -> None:
+def test_a_summary_that_is_not_a_dict_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="summary: expected a dict, got list"):
         save(tmp_path / "checkpoint", {}, summary=[1])  # type: ignore[call-overload] # the mistake under test
 
 
-def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
+def test_a_missing_checkpoint_is_named_in_the_error(tmp_path: Path) -> None:
     for read in (load, verify, inspect):
         with pytest.raises(CheckpointError, match="nowhere: no checkpoint there: the path does not exist"):
             read(tmp_path / "nowhere")
 
 
-def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_file_is_not_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="file: no checkpoint there: the path is not a directory"):
         load(tmp_path / "file")
@@ -155,7 +155,7 @@ def test_a_symbolic_link_to_a_checkpoint_loads(tmp_path: Path) -> None:
     assert load(tmp_path / "best") == {"a": 1}
 
 
-def test_loading_unverified_trusts_the_bytes(tmp_path: Path) -> None:
+def test_loading_without_verification_trusts_the_bytes(tmp_path: Path) -> None:
     path = save(tmp_path / "checkpoint", {"a": torch.zeros(1)})
     _damage(path)
     assert load(path, verify=False)["a"].item() != 0
@@ -164,7 +164,7 @@ def test_loading_unverified_trusts_the_bytes(tmp_path: Path) -> None:
 
 
 def _with_manifest(path: Path, change: Any) -> None:
-    """Write a manifest with a valid checksum of its own, as a forger would."""
+    """Write a manifest with a valid checksum, as a forger would."""
     from dovetail.checkpoint.strict_json import seal
 
     document = json.loads((path / "manifest.json").read_text())
@@ -173,7 +173,7 @@ def _with_manifest(path: Path, change: Any) -> None:
     (path / "manifest.json").write_bytes(seal(document))
 
 
-def test_a_newer_format_asks_for_an_upgrade(tmp_path: Path) -> None:
+def test_a_newer_format_raises_with_an_upgrade_hint(tmp_path: Path) -> None:
     path = save(tmp_path / "checkpoint", {})
     _with_manifest(path, lambda document: document.update(format_version=2, novelty="unknown here"))
     with pytest.raises(CheckpointError, match=r"format version 2 is newer .* upgrade dovetail"):
@@ -198,7 +198,7 @@ def test_a_newer_format_asks_for_an_upgrade(tmp_path: Path) -> None:
         (lambda d: d["files"].update({"state.json": {"size": "1"}}), r"state\.json: expected a size and a SHA-256"),
     ],
 )
-def test_a_manifest_with_the_wrong_fields_is_refused(tmp_path: Path, change: Any, sentence: str) -> None:
+def test_a_manifest_with_invalid_fields_is_rejected(tmp_path: Path, change: Any, sentence: str) -> None:
     path = save(tmp_path / "checkpoint", {})
     _with_manifest(path, change)
     with pytest.raises(CheckpointError, match=f"manifest.json: {sentence}"):
@@ -217,7 +217,7 @@ def test_checkpoints_are_listed_by_step_then_time(tmp_path: Path) -> None:
     assert [info.path.name for info in list_checkpoints(tmp_path)] == ["d", "c", "b", "a"]
 
 
-def test_what_is_no_checkpoint_is_not_listed(tmp_path: Path) -> None:
+def test_folders_that_are_not_checkpoints_are_not_listed(tmp_path: Path) -> None:
     save(tmp_path / "checkpoint", {})
     (tmp_path / "link").symlink_to("checkpoint")
     (tmp_path / "logs").mkdir()
@@ -227,13 +227,13 @@ def test_what_is_no_checkpoint_is_not_listed(tmp_path: Path) -> None:
     assert [info.path.name for info in list_checkpoints(tmp_path)] == ["checkpoint"]
 
 
-def test_a_directory_that_does_not_exist_holds_no_checkpoints(tmp_path: Path) -> None:
+def test_a_missing_directory_holds_no_checkpoints(tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path / "none") == []
     assert latest(tmp_path / "none") is None
     assert load_latest(tmp_path / "none") is None
 
 
-def test_a_checkpoint_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
+def test_a_checkpoint_is_not_a_folder_of_checkpoints(tmp_path: Path) -> None:
     path = save(tmp_path / "checkpoint", {"a": 1})
     uses: list[Any] = [list_checkpoints, latest, load_latest, lambda inside: save(inside / "inner", {})]
     for use in uses:
@@ -242,7 +242,7 @@ def test_a_checkpoint_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
     assert load(path) == {"a": 1}
 
 
-def test_an_unreadable_checkpoint_is_warned_about_and_not_listed(tmp_path: Path) -> None:
+def test_an_unreadable_checkpoint_warns_and_is_not_listed(tmp_path: Path) -> None:
     save(tmp_path / "good", {})
     (save(tmp_path / "bad", {}) / "manifest.json").unlink()
     with pytest.warns(CheckpointWarning, match=r"skipping a damaged checkpoint: .*bad/manifest\.json") as caught:
@@ -261,7 +261,7 @@ def test_the_newest_intact_checkpoint_is_the_latest(tmp_path: Path) -> None:
     assert found == (tmp_path / "1", {"number": torch.tensor(1)})
 
 
-def test_a_save_that_died_between_its_renames_leaves_the_old_checkpoint(tmp_path: Path) -> None:
+def test_a_save_that_died_between_its_renames_keeps_the_old_checkpoint(tmp_path: Path) -> None:
     path = save(tmp_path / "checkpoint", {"a": 1}, summary={"step": 1})
     path.rename(tmp_path / ".old-checkpoint.0123abcd")
     assert load(path) == {"a": 1}
@@ -337,7 +337,7 @@ def test_writers_and_readers_of_one_name_never_see_half_a_checkpoint(tmp_path: P
     assert os.listdir(tmp_path) == ["checkpoint"]
 
 
-def test_a_full_disk_is_noticed_before_writing(tmp_path: Path) -> None:
+def test_a_full_disk_is_detected_before_writing(tmp_path: Path) -> None:
     class Full(Files):
         def free_space(self, path: Path) -> int:
             return 1_000_000
@@ -348,7 +348,7 @@ def test_a_full_disk_is_noticed_before_writing(tmp_path: Path) -> None:
     assert load(tmp_path / "checkpoint") == {"a": 1}
 
 
-def test_a_failed_save_may_warn_and_go_on(tmp_path: Path) -> None:
+def test_a_failed_save_may_warn_and_continue(tmp_path: Path) -> None:
     class Broken(Files):
         def make_directory(self, path: Path) -> None:
             raise OSError(5, "Input/output error")
@@ -357,12 +357,12 @@ def test_a_failed_save_may_warn_and_go_on(tmp_path: Path) -> None:
         assert save(tmp_path / "checkpoint", {}, on_error="warn", files=Broken()) is None
 
 
-def test_warning_does_not_excuse_state_that_cannot_be_stored(tmp_path: Path) -> None:
+def test_state_that_cannot_be_stored_raises_even_if_errors_only_warn(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot store"):
         save(tmp_path / "checkpoint", {"a": object()}, on_error="warn")
 
 
-def test_the_module_and_its_readers_start_without_torch(tmp_path: Path) -> None:
+def test_the_checkpoint_module_imports_without_torch(tmp_path: Path) -> None:
     save(tmp_path / "checkpoint", {"a": torch.ones(3)}, summary={"step": 3})
     code = """
 import sys

@@ -40,7 +40,7 @@ def change(place: Path, **fields: Any) -> None:
     path.write_bytes(seal({**document, **fields}))
 
 
-def test_what_is_written_is_read(place: Path) -> None:
+def test_written_files_round_trip(place: Path) -> None:
     content = verify_stored_files(place)
     assert (content.metadata, sorted(content.files)) == ({"steps_completed": 3}, ["a", "inner/b"])
     assert abs((datetime.now(timezone.utc) - content.created).total_seconds()) < 600
@@ -60,19 +60,19 @@ def test_what_is_written_is_read(place: Path) -> None:
         ({"format_version": 2}, "not the manifest of stored files"),
     ],
 )
-def test_a_manifest_of_wrong_content_is_one_sentence(place: Path, fields: dict[str, Any], words: str) -> None:
+def test_an_invalid_manifest_raises_a_one_sentence_error(place: Path, fields: dict[str, Any], words: str) -> None:
     change(place, **fields)
     with pytest.raises(CheckpointError, match=words):
         read_stored_files(place)
 
 
-def test_another_size_is_noticed_without_reading_the_file(place: Path) -> None:
+def test_a_changed_size_is_detected_without_reading_the_file(place: Path) -> None:
     (place / FILES / "a").write_text("longer")
     with pytest.raises(CheckpointError, match="a: the file is damaged: 6 bytes instead of 3"):
         read_stored_files(place)
 
 
-def test_other_content_of_the_same_size_is_noticed(place: Path) -> None:
+def test_changed_content_of_the_same_size_is_detected(place: Path) -> None:
     (place / FILES / "a").write_text("two")
     read_stored_files(place)
     with pytest.raises(CheckpointError, match="its SHA-256 is not the one in the manifest"):
@@ -80,7 +80,7 @@ def test_other_content_of_the_same_size_is_noticed(place: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["extra", "a"])
-def test_a_fifo_is_rejected_without_waiting(place: Path, name: str) -> None:
+def test_a_fifo_is_rejected_without_blocking(place: Path, name: str) -> None:
     (place / FILES / name).unlink(missing_ok=True)
     os.mkfifo(place / FILES / name)
     with pytest.raises(CheckpointError, match="not a regular file"):
@@ -88,7 +88,7 @@ def test_a_fifo_is_rejected_without_waiting(place: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("part", ["", FILES, "manifest.json"])
-def test_a_link_in_place_of_a_part_is_rejected(place: Path, part: str) -> None:
+def test_a_link_in_place_of_a_stored_file_is_rejected(place: Path, part: str) -> None:
     moved = place.parent / "moved"
     (place / part).rename(moved)
     (place / part).symlink_to(moved)

@@ -1,4 +1,4 @@
-"""The streamed safetensors files are those of the `safetensors` package, and nothing else is read."""
+"""Streamed safetensors files equal the files of the `safetensors` package, and malformed ones are rejected."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_the_safetensors_package_reads_our_files(tmp_path: Path) -> None:
     assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
 
 
-def test_files_of_the_safetensors_package_are_read(tmp_path: Path) -> None:
+def test_files_of_the_safetensors_package_can_be_read(tmp_path: Path) -> None:
     tensors = {"b": torch.randn(3), "a": torch.ones(2, 2, dtype=torch.bfloat16), "c": torch.tensor(True)}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     loaded = load_model_file(tmp_path / "model.safetensors")
@@ -33,7 +33,7 @@ def test_files_of_the_safetensors_package_are_read(tmp_path: Path) -> None:
     assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
 
 
-def test_the_size_is_known_before_writing() -> None:
+def test_the_file_size_is_computed_before_writing() -> None:
     blocks = [make_block("a", torch.ones(3)), make_block("b", torch.ones(2, 2).T)]
     assert stream_size(blocks) == len(b"".join(stream(blocks)))
 
@@ -81,6 +81,6 @@ def _entry(dtype: str = "F32", shape: Any = (1,), offsets: Any = (0, 4), **more:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_headers_that_cannot_be_are_refused(content: bytes, sentence: str) -> None:
+def test_invalid_headers_are_rejected(content: bytes, sentence: str) -> None:
     with pytest.raises(CheckpointError, match=f"^the file: .*{sentence}"):
         read_tensors(io.BytesIO(content), len(content), "the file", Digest())

@@ -29,7 +29,7 @@ def quiet(model: Any, **options: Any) -> Any:
     return Trainer(model, verbose=False, **options)
 
 
-def test_the_defaults_are_those_of_the_seed() -> None:
+def test_the_lernomatic_defaults_equal_the_seed_document() -> None:
     options = Trainer().options
     expected = {
         "num_epochs": 10, "learning_rate": 1e-4, "momentum": 0.5, "weight_decay": 1e-5,
@@ -71,13 +71,13 @@ def test_train_runs_to_num_epochs_and_writes_checkpoints_and_history(problem: Pr
     assert trainer.get_cur_loss() == trainer.loss_history[-1]
 
 
-def test_fit_writes_nothing_unless_asked(problem: Problem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fit_writes_nothing_by_default(problem: Problem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     quiet(problem.model()).fit(problem.batches, problem.batches, max_length=Epochs(1))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_training_goes_on_from_the_current_epoch(problem: Problem) -> None:
+def test_training_continues_from_the_current_epoch(problem: Problem) -> None:
     trainer = quiet(problem.model(), num_epochs=2, train_dataset=problem.batches, save_every=0, save_hist=False)
     trainer.train()
     trainer.set_num_epochs(5)
@@ -87,7 +87,7 @@ def test_training_goes_on_from_the_current_epoch(problem: Problem) -> None:
 
 
 @pytest.mark.parametrize(("name", "key"), [("SGD", "momentum"), ("RMSprop", "momentum"), ("Adam", None)])
-def test_momentum_reaches_the_optimizers_that_take_it(problem: Problem, name: str, key: str | None) -> None:
+def test_momentum_reaches_optimizers_that_support_it(problem: Problem, name: str, key: str | None) -> None:
     trainer = quiet(problem.model(), optim_function=name, momentum=0.7)
     group = trainer.optimizer.param_groups[0]
     assert trainer.get_momentum() == (0.7 if key else 0.9)
@@ -96,7 +96,7 @@ def test_momentum_reaches_the_optimizers_that_take_it(problem: Problem, name: st
     assert trainer.momentum == 0.3
 
 
-def test_an_optimizer_without_momentum_says_so(problem: Problem) -> None:
+def test_an_optimizer_without_momentum_raises_an_error(problem: Problem) -> None:
     trainer = quiet(problem.model(), optim_function="Adagrad")
     with pytest.raises(ConfigError, match="momentum: expected an optimizer with 'momentum' or 'betas'"):
         trainer.momentum = 0.5
@@ -115,7 +115,7 @@ def test_a_learning_rate_is_set_for_one_group_or_all(problem: Problem) -> None:
     assert trainer.get_learning_rate() == 0.2
 
 
-def test_rates_that_are_tensors_stay_tensors(problem: Problem) -> None:
+def test_tensor_learning_rates_remain_tensors(problem: Problem) -> None:
     optimizer = partial(
         torch.optim.Adam, lr=torch.tensor(0.1), betas=(torch.tensor(0.9), torch.tensor(0.99)), capturable=True
     )
@@ -135,7 +135,7 @@ def test_a_new_batch_size_takes_effect(problem: Problem) -> None:
     assert trainer.val_batch_size == trainer.test_batch_size == 24
 
 
-def test_drop_last_is_for_training_only(problem: Problem) -> None:
+def test_drop_last_applies_only_to_training(problem: Problem) -> None:
     trainer = quiet(
         problem.model(),
         train_dataset=(problem.x, problem.y),
@@ -146,7 +146,7 @@ def test_drop_last_is_for_training_only(problem: Problem) -> None:
     assert [len(trainer.train_loader), len(trainer.val_loader), len(trainer.test_loader)] == [1, 2, 2]
 
 
-def test_accuracy_that_is_high_enough_ends_training(problem: Problem) -> None:
+def test_a_sufficient_accuracy_ends_training(problem: Problem) -> None:
     trainer = quiet(problem.model(), learning_rate=0.05, stop_when_acc=0.8, num_epochs=200)
     trainer.fit(problem.batches, problem.batches)
     accuracies = trainer.acc_history
@@ -154,7 +154,7 @@ def test_accuracy_that_is_high_enough_ends_training(problem: Problem) -> None:
     assert all(value < 0.8 for value in accuracies[:-1])
 
 
-def test_early_stop_is_checked_for_its_keys() -> None:
+def test_the_keys_of_early_stop_are_checked() -> None:
     with pytest.raises(ConfigError, match="'num_epochs' and 'improv', got \\['patience'\\]"):
         Trainer(early_stop={"patience": 3})
     with pytest.raises(ConfigError, match=r"early_stop: expected numbers, got .'num_epochs': 'two'"):
@@ -186,7 +186,7 @@ def test_an_lr_and_a_momentum_schedule_move_together(problem: Problem) -> None:
     assert momenta[12] == pytest.approx(0.5)
 
 
-def test_weights_alone_come_from_a_checkpoint(problem: Problem, tmp_path: Path) -> None:
+def test_weights_can_be_loaded_from_a_checkpoint_alone(problem: Problem, tmp_path: Path) -> None:
     trainer = quiet(problem.model())
     trainer.fit(problem.batches, max_length=Epochs(1))
     trainer.save_checkpoint(tmp_path / "ck")
@@ -204,7 +204,7 @@ def test_every_option_is_an_attribute(problem: Problem) -> None:
         assert getattr(AMPTrainer(trainer), field.name) == getattr(trainer, field.name)
 
 
-def test_momentum_is_the_option_where_the_optimizer_has_none(problem: Problem) -> None:
+def test_momentum_is_the_option_if_the_optimizer_has_none(problem: Problem) -> None:
     trainer = Trainer(problem.model(), "cpu", verbose=False)
     assert (trainer.momentum, trainer.get_momentum()) == (0.5, 0.9)
     trainer.momentum = 0.7
@@ -223,7 +223,7 @@ def test_a_subclass_may_not_assign_an_option_before_the_constructor(problem: Pro
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_an_assignment_is_one_to_the_options(problem: Problem, wrapped: bool) -> None:
+def test_assigning_an_attribute_assigns_the_option(problem: Problem, wrapped: bool) -> None:
     inner = quiet(problem.model(), optim_function="SGD", learning_rate=0.5)
     trainer: Any = AMPTrainer(inner, precision="fp32") if wrapped else inner
     trainer.batch_size, trainer.save_every, trainer.learning_rate = 12, 0, 0.25
@@ -234,7 +234,7 @@ def test_an_assignment_is_one_to_the_options(problem: Problem, wrapped: bool) ->
     assert trainer.save_every == 0
 
 
-def test_a_number_is_the_one_in_use(problem: Problem) -> None:
+def test_a_read_number_is_the_one_in_use(problem: Problem) -> None:
     trainer = quiet(problem.model(), optim_function="SGD", learning_rate=0.5, num_epochs=3)
     trainer.optimizer.param_groups[0]["lr"] = 0.125
     trainer.context.config["epochs"] = 7
@@ -245,7 +245,7 @@ def test_a_number_is_the_one_in_use(problem: Problem) -> None:
     assert (trainer.options.learning_rate, trainer.options.num_epochs, trainer.options.val_dataset) == (0.5, 3, None)
 
 
-def test_a_running_trainer_takes_only_what_can_take_effect(problem: Problem) -> None:
+def test_a_running_trainer_accepts_only_options_that_can_take_effect(problem: Problem) -> None:
     class Assigns(Callback):
         def on_step_end(self, context: TrainingContext, output: Any) -> None:
             trainer.learning_rate = 0.25
@@ -257,7 +257,7 @@ def test_a_running_trainer_takes_only_what_can_take_effect(problem: Problem) -> 
     assert (trainer.learning_rate, trainer.num_epochs) == (0.25, 10)
 
 
-def test_pieces_are_what_was_given(problem: Problem) -> None:
+def test_model_optimizer_and_loss_are_the_given_objects(problem: Problem) -> None:
     trainer = quiet(problem.model(), loss_function="CrossEntropyLoss", optimizer_strategy=SGDOptimizerStrategy(lr=0.1))
     assert trainer.loss_function == "CrossEntropyLoss"
     assert trainer.optim_function is trainer.strategies.optimizer
@@ -288,7 +288,7 @@ def printed(problem: Problem) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_every_attribute_of_the_constructor_reads_and_writes(problem: Problem, wrapped: bool) -> None:
+def test_every_constructor_attribute_can_be_read_and_written(problem: Problem, wrapped: bool) -> None:
     for name, value in printed(problem).items():
         trainer: Any = quiet(problem.model(), optim_function="SGD", lr_scheduler=None)
         trainer = AMPTrainer(trainer, precision="fp32") if wrapped else trainer
@@ -297,7 +297,7 @@ def test_every_attribute_of_the_constructor_reads_and_writes(problem: Problem, w
         assert getattr(trainer, name) == value, name
 
 
-def test_a_new_model_optimizer_and_loss_are_those_in_use(problem: Problem) -> None:
+def test_an_assigned_model_optimizer_and_loss_are_used(problem: Problem) -> None:
     trainer = quiet(nn.Linear(6, 1), save_every=0, save_hist=False, num_epochs=1)
     trainer.model = nn.Linear(6, 2)
     trainer.optimizer = partial(torch.optim.SGD, lr=0.5)
@@ -321,7 +321,7 @@ def test_training_continues_from_an_assigned_epoch(problem: Problem) -> None:
         trainer.cur_epoch = -1
 
 
-def test_a_running_trainer_counts_its_epochs_itself(problem: Problem) -> None:
+def test_a_running_trainer_rejects_an_assigned_epoch(problem: Problem) -> None:
     class Assigns(Callback):
         def on_step_end(self, context: TrainingContext, output: Any) -> None:
             with pytest.raises(ConfigError, match="cur_epoch: the trainer is running"):
@@ -331,7 +331,7 @@ def test_a_running_trainer_counts_its_epochs_itself(problem: Problem) -> None:
     trainer.fit(problem.batches, max_length=Batches(1))
 
 
-def test_only_a_better_accuracy_than_an_assigned_one_is_written(problem: Problem, tmp_path: Path) -> None:
+def test_only_an_accuracy_above_the_assigned_one_is_saved(problem: Problem, tmp_path: Path) -> None:
     def train(best: float | None) -> Any:
         trainer = quiet(
             problem.model(), train_dataset=problem.batches, val_dataset=problem.batches, num_epochs=2,
@@ -347,7 +347,7 @@ def test_only_a_better_accuracy_than_an_assigned_one_is_written(problem: Problem
     assert [(tmp_path / name / "best_ck").exists() for name in ("None", "0.0", "0.99")] == [True, True, False]
 
 
-def test_an_accuracy_that_is_reset_is_the_best_again(problem: Problem) -> None:
+def test_a_reset_accuracy_allows_a_new_best(problem: Problem) -> None:
     trainer = quiet(problem.model(), train_dataset=problem.batches, val_dataset=problem.batches, num_epochs=1)
     trainer.fit()
     trainer.best_acc = 0.0
@@ -356,13 +356,13 @@ def test_an_accuracy_that_is_reset_is_the_best_again(problem: Problem) -> None:
     assert trainer.best_acc == trainer.acc_history[1]
 
 
-def test_a_device_that_the_options_do_not_know_is_named(problem: Problem) -> None:
+def test_an_unknown_device_is_named(problem: Problem) -> None:
     trainer = quiet(problem.model())
     with pytest.raises(ConfigError, match="device: expected the CPU or a CUDA device, got 'meta'"):
         trainer.device = "meta"
 
 
-def test_there_is_no_loader_without_data(problem: Problem) -> None:
+def test_without_data_there_is_no_loader(problem: Problem) -> None:
     trainer = quiet(problem.model())
     assert (trainer.train_loader, trainer.val_loader, trainer.test_loader) == (None, None, None)
     assert trainer.iter_per_epoch == 0
@@ -414,7 +414,7 @@ def test_every_scheduler_has_a_value(schedule: schedules.Schedule) -> None:
     assert 0 <= schedule.get_lr(1) <= 1
 
 
-def test_a_scheduler_may_be_without_a_history() -> None:
+def test_a_scheduler_may_have_no_history() -> None:
     schedule = schedules.StepScheduler(lr_history_size=4, no_lr_history=True)
     schedule.get_lr(0)
     assert schedule.lr_history is None
@@ -453,7 +453,7 @@ def test_the_parameters_of_a_trainer_make_another_one_equal(problem: Problem) ->
         other.set_trainer_params({"num_epoch": 3})
 
 
-def test_numbers_of_the_last_epoch_are_returned(problem: Problem) -> None:
+def test_the_values_of_the_last_epoch_are_returned(problem: Problem) -> None:
     trainer = quiet(problem.model(), num_epochs=2, save_every=0, save_hist=False)
     assert trainer.get_cur_epoch_loss() == trainer.get_loss_history() == trainer.get_acc_history() == []
     assert all(value != value for value in (trainer.get_cur_loss(), trainer.get_cur_acc(), trainer.get_cur_val_loss()))
@@ -465,7 +465,7 @@ def test_numbers_of_the_last_epoch_are_returned(problem: Problem) -> None:
     assert (trainer.get_num_epochs(), trainer.loss_iter, trainer.val_loss_iter, trainer.acc_iter) == (2, 24, 2, 2)
 
 
-def test_histories_are_written_by_the_trainer_alone(problem: Problem) -> None:
+def test_histories_are_written_only_by_the_trainer(problem: Problem) -> None:
     trainer = quiet(problem.model())
     with pytest.raises(ConfigError, match=r"the trainer writes its own histories: .*self.history.extend_losses"):
         trainer.loss_history[0] = 1.0
@@ -475,7 +475,7 @@ def test_histories_are_written_by_the_trainer_alone(problem: Problem) -> None:
     assert (trainer.loss_iter, trainer.loss_history) == (1, [0.5])
 
 
-def test_an_own_epoch_records_losses_and_moves_schedules(problem: Problem) -> None:
+def test_an_overridden_epoch_records_losses_and_steps_schedules(problem: Problem) -> None:
     class Own(Trainer):
         def train_epoch(self) -> None:
             for x, y in self.train_loader:
@@ -505,7 +505,7 @@ def test_an_own_epoch_records_losses_and_moves_schedules(problem: Problem) -> No
 # ------------------------------------------------------------------ tests and checkpoints
 
 
-def test_train_tests_after_every_epoch_if_there_are_test_data(problem: Problem) -> None:
+def test_train_tests_after_every_epoch_if_there_is_test_data(problem: Problem) -> None:
     trainer = quiet(problem.model(), train_dataset=problem.batches, num_epochs=2, save_every=0, save_hist=False)
     trainer.train()
     assert trainer.history.get_metric_values("test_loss") == []
@@ -519,7 +519,7 @@ def test_train_tests_after_every_epoch_if_there_are_test_data(problem: Problem) 
     assert trainer.history.get_metric_values("test_loss") == found
 
 
-def test_an_own_test_epoch_is_called(problem: Problem) -> None:
+def test_an_overridden_test_epoch_is_called(problem: Problem) -> None:
     class Tests(Trainer):
         def test_epoch(self) -> Mapping[str, float] | None:
             calls.append(len(self.test_loader))
@@ -549,7 +549,7 @@ def test_a_checkpoint_restores_the_settings(problem: Problem, tmp_path: Path) ->
     assert_same_weights(other.model, trainer.model)
 
 
-def test_a_resumed_run_keeps_its_own_settings(problem: Problem, tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_settings(problem: Problem, tmp_path: Path) -> None:
     first = quiet(problem.model(), train_dataset=problem.batches, num_epochs=2, checkpoint_dir=tmp_path)
     first.train()
     second = quiet(problem.model(), train_dataset=problem.batches, num_epochs=4, checkpoint_dir=tmp_path)
@@ -570,7 +570,7 @@ def test_a_checkpoint_from_inside_an_epoch_restores_its_batch_size(problem: Prob
     assert other.loss_iter == 4
 
 
-def test_a_trainer_without_these_names_loads_the_same_checkpoint(problem: Problem, tmp_path: Path) -> None:
+def test_a_plain_trainer_loads_the_same_checkpoint(problem: Problem, tmp_path: Path) -> None:
     trainer = quiet(problem.model(), train_dataset=problem.batches, num_epochs=1)
     trainer.fit()
     trainer.save_checkpoint(tmp_path / "ck")
@@ -598,12 +598,12 @@ def test_a_class_may_have_the_names_of_two_libraries(problem: Problem, tmp_path:
 
 
 @pytest.mark.parametrize("name", ["_init_optimizer", "_init_dataloaders", "_init_history", "apply_lr_schedule"])
-def test_an_override_that_nothing_calls_is_named(name: str) -> None:
+def test_an_override_that_is_never_called_is_named(name: str) -> None:
     with pytest.raises(ConfigError, match=f"Mine.{name}: it is never called here: "):
         type("Mine", (Trainer,), {name: lambda self: None, "__module__": "mine"})
 
 
-def test_a_writer_of_tensorboard_is_answered_with_the_tracker(problem: Problem) -> None:
+def test_a_tensorboard_writer_argument_suggests_the_tracker(problem: Problem) -> None:
     with pytest.raises(UnknownNameError, match=r"callbacks=\[Tracker\(TensorBoardLogger\(folder\)\)\]"):
         quiet(problem.model(), tb_writer=None)
     with pytest.raises(AttributeError, match=r"callbacks=\[Tracker\(TensorBoardLogger\(folder\)\)\]"):

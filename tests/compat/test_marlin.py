@@ -48,7 +48,7 @@ class Counting(AbstractTrainerDecorator):
 
 
 @pytest.mark.parametrize("name", sorted({*marlin.__all__} & {*trainers.__all__}))
-def test_a_name_of_both_is_the_same(name: str) -> None:
+def test_a_name_in_both_modules_is_the_same_object(name: str) -> None:
     assert getattr(marlin, name) is getattr(trainers, name)
 
 
@@ -71,7 +71,7 @@ def test_one_annotation_fits_every_trainer_and_layer(problem: Problem, tmp_path:
     assert train(DDPTrainer(trainer=inner()).unwrap()) > 0
 
 
-def test_every_trainer_and_layer_is_an_instance_of_it(problem: Problem) -> None:
+def test_every_trainer_and_layer_is_an_instance_of_the_protocol(problem: Problem) -> None:
     inner = SingleProcess(problem.model(), "cpu", verbose=False)
     amp = SingleProcessAmp(problem.model(), "cpu", verbose=False)
     made = [
@@ -82,7 +82,7 @@ def test_every_trainer_and_layer_is_an_instance_of_it(problem: Problem) -> None:
     assert marlin.Trainer is Trainer
 
 
-def test_a_type_checker_rejects_what_is_no_trainer() -> None:
+def test_a_type_checker_rejects_an_object_that_is_not_a_trainer() -> None:
     # mypy fails here, too, if it accepts the argument: then the comment has no use.
     with pytest.raises(AttributeError):
         train("sp")  # type: ignore[arg-type]  # a user's mistake
@@ -100,7 +100,7 @@ def test_a_type_checker_rejects_what_is_no_trainer() -> None:
         ("ddp-amp", ["mixed precision", "data parallel"]),
     ],
 )
-def test_the_factory_builds_what_its_name_says(problem: Problem, backend: str, kinds: list[str]) -> None:
+def test_the_factory_builds_the_named_backend(problem: Problem, backend: str, kinds: list[str]) -> None:
     trainer = build_trainer_backend(backend, problem.model(), "cpu", verbose=False)
     assert [kind.kind for kind in capabilities_of(trainer)] == kinds
     assert len(trainer.fit(problem.batches, max_length=Epochs(1)).losses) == len(problem.batches)
@@ -113,13 +113,13 @@ def test_a_backend_decorates_another(problem: Problem) -> None:
     assert outer.unwrap() is outer.trainer is inner
 
 
-def test_a_decorator_of_the_user_sees_every_step(problem: Problem) -> None:
+def test_a_user_decorator_sees_every_step(problem: Problem) -> None:
     counting = Counting(DDPTrainer(trainer=SingleProcess(problem.model(), "cpu", verbose=False)))
     counting.fit(problem.batches, max_length=Epochs(2))
     assert counting.steps == 24
 
 
 @pytest.mark.parametrize(("name", "verb"), [("train_dl", "train_epoch"), ("validate_dl", "val_epoch")])
-def test_an_override_of_a_backend_is_answered_with_the_verb(name: str, verb: str) -> None:
+def test_an_override_of_a_backend_method_suggests_the_verb(name: str, verb: str) -> None:
     with pytest.raises(ConfigError, match=rf"Mine.{name}: it is never called here: override {verb}"):
         type("Mine", (AbstractTrainerBackendDecorator,), {name: lambda self, loader: None, "__module__": "mine"})

@@ -27,7 +27,7 @@ def quiet(model: Any, **options: Any) -> Trainer:
     return Trainer(model, verbose=False, **options)
 
 
-def test_hook_methods_fire_before_callbacks_and_with_platos_arguments(problem: Problem) -> None:
+def test_hook_methods_run_before_callbacks_with_the_arguments_of_plato(problem: Problem) -> None:
     events: list[Any] = []
 
     class Hooked(Trainer):
@@ -68,7 +68,7 @@ def test_hook_methods_fire_before_callbacks_and_with_platos_arguments(problem: P
 
 
 @pytest.mark.parametrize("runs", [True, False])
-def test_a_trainer_that_nobody_holds_is_gone(problem: Problem, runs: bool) -> None:
+def test_an_unreferenced_trainer_is_garbage_collected(problem: Problem, runs: bool) -> None:
     class Hooked(zae_engine.Trainer, Trainer):
         def train_epoch_end(self, config: Mapping[str, Any]) -> None:
             pass
@@ -82,7 +82,7 @@ def test_a_trainer_that_nobody_holds_is_gone(problem: Problem, runs: bool) -> No
     assert reference() is None
 
 
-def test_a_run_over_a_train_set_starts_anew(problem: Problem) -> None:
+def test_a_run_over_a_train_set_starts_from_the_beginning(problem: Problem) -> None:
     trainer = quiet(problem.model(), num_epochs=1, batch_size=8)
     for _ in range(2):
         trainer.train((problem.x, problem.y), sampler=list(range(40)))
@@ -98,7 +98,7 @@ def test_test_returns_the_accuracy(problem: Problem) -> None:
     assert trainer.test((problem.x, problem.y), sampler=range(16)) == expected
 
 
-def test_a_testing_strategy_is_heard_through_every_layer(problem: Problem) -> None:
+def test_a_testing_strategy_is_used_through_every_layer(problem: Problem) -> None:
     class Dtype(TestingStrategy):
         def test_model(self, model: Any, config: Any, testset: Any, sampler: Any, context: TrainingContext) -> float:
             return float(model(problem.x.float()).dtype is torch.bfloat16)
@@ -145,12 +145,12 @@ class WholeStepByContext(Trainer):
         ({"training_step_strategy": MultipleForwardPassStepStrategy(2)}, "training_step_strategy"),
     ],
 )
-def test_a_whole_step_that_misses_an_option_is_an_error(problem: Problem, options: dict[str, Any], name: str) -> None:
+def test_a_whole_step_that_ignores_an_option_is_an_error(problem: Problem, options: dict[str, Any], name: str) -> None:
     with pytest.raises(ConfigError, match=f"makes its updates itself, so {name} would have no effect"):
         WholeStep(problem.model(), "cpu", verbose=False, **options).fit(problem.batches, max_length=Epochs(1))
 
 
-def test_a_whole_step_through_the_context_has_every_option(problem: Problem) -> None:
+def test_a_whole_step_through_the_context_applies_every_option(problem: Problem) -> None:
     with pytest.raises(ConfigError, match="so precision='fp16' would have no effect"):
         AMPTrainer(WholeStep(problem.model(), "cpu", verbose=False), precision="fp16").fit(problem.batches)
     options: dict[str, Any] = {"accumulation_steps": 4, "gradient_clip": 0.1, "verbose": False}
@@ -184,7 +184,7 @@ def test_the_current_epoch_is_the_running_or_the_last_one(problem: Problem) -> N
     assert trainer.current_epoch == 1
 
 
-def test_the_current_epoch_survives_an_error(problem: Problem) -> None:
+def test_the_current_epoch_is_kept_after_an_error(problem: Problem) -> None:
     def fail(trainer: Any, batch: Any) -> Any:
         raise ZeroDivisionError
 
@@ -195,7 +195,7 @@ def test_the_current_epoch_survives_an_error(problem: Problem) -> None:
     assert trainer.current_epoch == 2
 
 
-def test_ids_and_aliases(problem: Problem) -> None:
+def test_client_ids_and_aliases_are_readable(problem: Problem) -> None:
     trainer = quiet(problem.model())
     trainer.set_client_id(4)
     assert trainer.client_id == trainer.context.client_id == 4
@@ -220,7 +220,7 @@ def test_a_trainer_may_have_the_names_of_two_libraries(problem: Problem) -> None
     assert_same_weights(both.model, plain.model)
 
 
-def test_outputs_are_processed_before_they_are_judged(problem: Problem) -> None:
+def test_outputs_are_processed_before_predict_returns_them(problem: Problem) -> None:
     class Reversed(Trainer):
         def process_outputs(self, outputs: Any) -> Any:
             return outputs.flip(1)
@@ -231,7 +231,7 @@ def test_outputs_are_processed_before_they_are_judged(problem: Problem) -> None:
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_a_training_of_its_own_is_what_train_calls(problem: Problem, wrapped: bool) -> None:
+def test_train_calls_an_overridden_training_method(problem: Problem, wrapped: bool) -> None:
     class Own(Trainer):
         def train_model(self, config: Mapping[str, Any], trainset: Any, sampler: Any = None) -> None:
             seen.append((config["epochs"], sampler))

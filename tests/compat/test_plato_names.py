@@ -78,7 +78,7 @@ PATHS = [
 
 
 @pytest.mark.parametrize(("path", "name"), [pytest.param(*each, id=".".join(each)) for each in PATHS])
-def test_a_path_of_plato_is_importable_in_place_and_in_compat(path: str, name: str) -> None:
+def test_a_path_of_plato_can_be_imported_in_place_and_in_compat(path: str, name: str) -> None:
     in_place = getattr(importlib.import_module(f"dovetail.{path}"), name)
     assert getattr(importlib.import_module(f"dovetail.compat.plato.{path}"), name) is in_place
 
@@ -102,7 +102,7 @@ def test_strategies_are_attributes(problem: Problem) -> None:
     assert all(isinstance(getattr(defaults, name), Strategy) for name in names)
 
 
-def test_an_assigned_strategy_decides_the_next_run(problem: Problem, trainset: TensorDataset) -> None:
+def test_an_assigned_strategy_is_used_in_the_next_run(problem: Problem, trainset: TensorDataset) -> None:
     changed, made = (
         composable(problem.model()),
         composable(problem.model(), optimizer_strategy=SGDOptimizerStrategy(lr=0.5)),
@@ -113,7 +113,7 @@ def test_an_assigned_strategy_decides_the_next_run(problem: Problem, trainset: T
     assert_same_weights(changed.model, made.model)
 
 
-def test_the_callback_handler_is_that_of_the_trainer(problem: Problem, trainset: TensorDataset) -> None:
+def test_the_callback_handler_belongs_to_the_trainer(problem: Problem, trainset: TensorDataset) -> None:
     started: list[str] = []
 
     class Watch(TrainerCallback):
@@ -171,7 +171,7 @@ def test_the_registry_returns_a_trainer_for_a_model(problem: Problem) -> None:
 
 
 @pytest.mark.parametrize("kind", [Trainer, ComposableTrainer])
-def test_an_empty_selection_trains_nothing_with_a_warning(
+def test_an_empty_selection_trains_nothing_and_warns(
     problem: Problem, trainset: TensorDataset, kind: type[Trainer]
 ) -> None:
     trainer = kind(problem.model(), device="cpu", verbose=False)
@@ -199,7 +199,7 @@ def test_a_subclass_sets_its_strategies_up_and_tears_them_down(problem: Problem)
     assert not trainer.strategies.is_set_up
 
 
-def test_overridden_seams_equal_strategies(problem: Problem, trainset: TensorDataset) -> None:
+def test_overridden_methods_equal_strategies(problem: Problem, trainset: TensorDataset) -> None:
     class Own(Trainer):
         def get_loss_criterion(self) -> Any:
             return nn.CrossEntropyLoss(label_smoothing=0.1)
@@ -237,13 +237,13 @@ class ConstantRate(LRSchedulerStrategy):
 @pytest.mark.parametrize(
     "strategy", [ConstantRate(), StepLRSchedulerStrategy(), ReduceLROnPlateauSchedulerStrategy(), NoSchedulerStrategy()]
 )
-def test_a_step_without_a_scheduler_does_nothing(strategy: LRSchedulerStrategy) -> None:
+def test_a_scheduler_step_without_a_scheduler_does_nothing(strategy: LRSchedulerStrategy) -> None:
     context = TrainingContext()
     strategy.step(None, context)
     assert context.schedulers == []
 
 
-def test_a_composite_loss_has_its_parts_and_weights() -> None:
+def test_a_composite_loss_exposes_its_parts_and_weights() -> None:
     first, second = MSELossStrategy(), L2RegularizationStrategy()
     assert CompositeLossStrategy([first, (second, 0.1)]).strategies == [(first, 1.0), (second, 0.1)]
 
@@ -301,7 +301,7 @@ def momentum() -> SGDOptimizerStrategy:
 
 @pytest.mark.parametrize("step", [OwnStep, HalfOwnStep])
 @pytest.mark.parametrize("layer", [None, TimedTrainer, DDPTrainer])
-def test_a_step_that_updates_itself_equals_the_loop_by_hand(
+def test_a_step_that_calls_the_optimizer_equals_a_hand_written_loop(
     problem: Problem, trainset: TensorDataset, layer: Any, step: type[TrainingStepStrategy]
 ) -> None:
     by_hand = problem.model()
@@ -347,7 +347,7 @@ UNUSED: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("setting", UNUSED)
-def test_a_step_that_updates_itself_names_the_setting_that_it_goes_past(
+def test_a_step_that_calls_the_optimizer_names_the_bypassed_setting(
     problem: Problem, trainset: TensorDataset, setting: str
 ) -> None:
     layer, options = UNUSED[setting]
@@ -359,13 +359,13 @@ def test_a_step_that_updates_itself_names_the_setting_that_it_goes_past(
     assert setting in str(raised.value)
 
 
-def test_clipping_as_a_callback_is_named_too(problem: Problem, trainset: TensorDataset) -> None:
+def test_a_bypassed_clipping_callback_is_named_too(problem: Problem, trainset: TensorDataset) -> None:
     trainer = composable(problem.model(), training_step_strategy=OwnStep(), callbacks=[GradientClipping(1.0)])
     with pytest.raises(ConfigError, match=r"changes gradients.*context\.step"):
         trainer.fit(trainset)
 
 
-def test_a_whole_step_may_call_the_one_that_it_overrides(problem: Problem, trainset: TensorDataset) -> None:
+def test_a_whole_step_may_call_the_overridden_one(problem: Problem, trainset: TensorDataset) -> None:
     losses: list[float] = []
 
     class Own(Trainer):

@@ -66,7 +66,7 @@ def test_the_best_weights_are_a_real_copy(problem: Problem) -> None:
     assert all(torch.equal(value, best[name]) for name, value in trainer.model.state_dict().items())
 
 
-def test_applying_weights_that_are_not_there_is_an_error(problem: Problem) -> None:
+def test_applying_missing_weights_is_an_error(problem: Problem) -> None:
     with pytest.raises(ConfigError, match="no best weights"):
         zae(problem).apply_weights()
 
@@ -87,7 +87,7 @@ def test_validation_keeps_the_training_log(problem: Problem) -> None:
     assert trainer.get_loss_history("test") == trainer.history.get_metric_values("valid_loss")
 
 
-def test_metrics_of_an_epoch_come_from_its_logs(problem: Problem) -> None:
+def test_metrics_of_an_epoch_are_computed_from_its_logs(problem: Problem) -> None:
     class WithMetric(Steps):
         def metric_on_epoch_end(self) -> Mapping[str, float]:
             log = self.log_train if self.mode == "train" else self.log_test
@@ -101,7 +101,7 @@ def test_metrics_of_an_epoch_come_from_its_logs(problem: Problem) -> None:
     assert trainer.mode == "train"
 
 
-def test_a_metric_that_fails_leaves_the_mode(problem: Problem) -> None:
+def test_a_failing_metric_restores_the_mode(problem: Problem) -> None:
     class Fails(Steps):
         def metric_on_epoch_end(self) -> Mapping[str, float]:
             if self.mode == "test":
@@ -114,7 +114,7 @@ def test_a_metric_that_fails_leaves_the_mode(problem: Problem) -> None:
     assert trainer.mode == "train"
 
 
-def test_inference_returns_outputs_and_leaves_training(problem: Problem) -> None:
+def test_inference_returns_outputs_and_restores_training_mode(problem: Problem) -> None:
     def seen() -> tuple[Any, ...]:
         metrics = (dict(trainer.train_metrics), dict(trainer.test_metrics))
         return trainer.mode, *metrics, len(trainer.log_train["loss"]), trainer.context.progress.copy()
@@ -129,7 +129,7 @@ def test_inference_returns_outputs_and_leaves_training(problem: Problem) -> None
     assert seen() == before
 
 
-def test_the_log_of_tests_has_what_inference_computed(problem: Problem) -> None:
+def test_the_test_log_holds_the_values_of_inference(problem: Problem) -> None:
     trainer = zae(problem)
     trainer.run(1, problem.batches, problem.batches[:2])
     outputs = trainer.inference(problem.batches[:5])
@@ -137,7 +137,7 @@ def test_the_log_of_tests_has_what_inference_computed(problem: Problem) -> None:
     assert all(torch.equal(one, other) for one, other in zip(trainer.log_test["output"], outputs, strict=True))
 
 
-def test_mode_test_evaluates_and_stays(problem: Problem) -> None:
+def test_mode_test_evaluates_and_is_kept(problem: Problem) -> None:
     trainer = zae(problem)
     trainer.toggle()
     before = weights(trainer.model)
@@ -167,7 +167,7 @@ def test_the_mode_is_test_while_a_test_step_runs(problem: Problem) -> None:
     assert trainer.mode == "train"
 
 
-def test_a_test_step_that_fails_leaves_the_mode(problem: Problem) -> None:
+def test_a_failing_test_step_restores_the_mode(problem: Problem) -> None:
     class Fails(Steps):
         def test_step(self, batch: Any) -> Mapping[str, Any]:
             raise ZeroDivisionError
@@ -211,7 +211,7 @@ def test_logging_appends_to_the_log_of_the_mode(problem: Problem) -> None:
     assert trainer.log_test == {"loss": [0.25]}
 
 
-def test_a_reset_of_the_logs_keeps_the_metrics_unless_asked(problem: Problem) -> None:
+def test_a_reset_of_the_logs_keeps_the_metrics_by_default(problem: Problem) -> None:
     trainer = zae(problem)
     trainer.run(1, problem.batches, problem.batches[:2])
     trainer.log_reset()
@@ -248,7 +248,7 @@ def test_the_loaders_of_run_and_their_sizes_are_attributes(problem: Problem) -> 
     assert [getattr(trainer, name) for name in names[2:]] == [24, None, 96, None]
 
 
-def test_the_batch_size_of_a_loader_is_not_assigned(problem: Problem) -> None:
+def test_the_batch_size_of_a_loader_cannot_be_assigned(problem: Problem) -> None:
     with pytest.raises(AttributeError, match="batch_size"):
         zae(problem).batch_size = 4
 
@@ -265,7 +265,7 @@ def test_values_move_to_the_host_and_to_the_device(problem: Problem) -> None:
     assert trainer._to_device(x=tensor, name="n") == {"x": tensor, "name": "n"}
 
 
-def test_an_override_that_nothing_calls_is_named() -> None:
+def test_an_override_that_is_never_called_is_named() -> None:
     with pytest.raises(ConfigError, match=r"Mine.run_batch: it is never called here: override a verb: train_step, "):
         type("Mine", (Trainer,), {"run_batch": lambda self, batch: None, "__module__": "mine"})
     with pytest.raises(
@@ -281,7 +281,7 @@ def test_losses_are_kept_for_two_modes(problem: Problem) -> None:
         zae(problem).get_loss_history("valid")
 
 
-def test_weights_come_from_a_file(problem: Problem, tmp_path: Path) -> None:
+def test_weights_are_loaded_from_a_file(problem: Problem, tmp_path: Path) -> None:
     trainer = zae(problem)
     trainer.save_model(tmp_path / "model.pth")
     other = Steps(problem.model(seed=5), "cpu", log_bar=False)
@@ -289,7 +289,7 @@ def test_weights_come_from_a_file(problem: Problem, tmp_path: Path) -> None:
     assert_same_weights(other.model, trainer.model)
 
 
-def test_a_better_loss_is_given_by_name(problem: Problem) -> None:
+def test_check_better_accepts_a_loss_by_name(problem: Problem) -> None:
     trainer = zae(problem)
     assert trainer.check_better(cur_epoch=3, cur_loss=0.5)
     assert (trainer.loss_buffer, trainer.weight_buffer["epoch"]) == (0.5, 3)
@@ -332,7 +332,7 @@ def test_every_precision_trains(problem: Problem, precision: Any) -> None:
     assert len(trainer.get_loss_history()) == 12
 
 
-def test_a_signal_has_its_places(problem: Problem, tmp_path: Path) -> None:
+def test_the_signal_paths_are_attributes_of_the_trainer(problem: Problem, tmp_path: Path) -> None:
     trainer = zae(
         problem,
         Steps.add_on(SignalHandlerAddon),
@@ -360,7 +360,7 @@ class Noting(Logger):
         pass
 
 
-def test_web_loggers_take_the_settings_of_zae(problem: Problem) -> None:
+def test_web_loggers_accept_the_settings_of_zae(problem: Problem) -> None:
     trainer = zae(
         problem,
         Steps.add_on(WandBLoggerAddon, NeptuneLoggerAddon),
@@ -390,13 +390,13 @@ def test_web_loggers_track_every_training_step_once(problem: Problem) -> None:
     assert trainer.log_train["loss"][-1] == 0.5
 
 
-def test_the_tracker_is_named_where_zae_has_a_run(problem: Problem) -> None:
+def test_an_access_to_the_run_of_zae_suggests_the_tracker(problem: Problem) -> None:
     trainer = zae(problem, Steps.add_on(WandBLoggerAddon), web_logger={"wandb": {}})
     with pytest.raises(AttributeError, match=r"no attribute 'web_logger': write trainer.tracker.log"):
         _ = trainer.web_logger
 
 
-def test_the_settings_of_wandb_must_be_hyperparameters_by_name(problem: Problem) -> None:
+def test_the_wandb_settings_must_be_hyperparameters_by_name(problem: Problem) -> None:
     with pytest.raises(ConfigError, match=r"wandb: config: expected hyperparameters by name, got 'file.yaml'"):
         zae(problem, Steps.add_on(WandBLoggerAddon), web_logger={"wandb": {"config": "file.yaml"}})
 
@@ -417,7 +417,7 @@ def test_a_chain_of_schedulers_steps_on_batches(problem: Problem) -> None:
     assert trainer.scheduler is chain
 
 
-def test_a_scheduler_of_the_user_defines_get_lr(problem: Problem) -> None:
+def test_a_user_scheduler_defines_get_lr(problem: Problem) -> None:
     class Halving(SchedulerBase):
         def __init__(self, optimizer: Any, total_iters: int, eta_min: float = 0.0, last_epoch: int = -1) -> None:
             super().__init__(optimizer, total_iters, eta_min, last_epoch)

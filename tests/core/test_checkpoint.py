@@ -50,7 +50,7 @@ def names(checkpoints: CheckpointContext) -> list[str]:
 # ------------------------------------------------------------------ there and back
 
 
-def test_what_is_uploaded_is_restored_and_downloaded(
+def test_an_uploaded_checkpoint_is_restored_and_downloaded(
     checkpoints: CheckpointContext, source: Path, tmp_path: Path
 ) -> None:
     storage_id = checkpoints.upload(source, {"steps_completed": 3, "note": ("a", 1)})
@@ -64,7 +64,7 @@ def test_what_is_uploaded_is_restored_and_downloaded(
 
 
 @pytest.mark.parametrize("mode", [*DownloadMode, "NO_SHARED_DOWNLOAD"])
-def test_every_download_mode_brings_all_files(
+def test_every_download_mode_downloads_all_files(
     mode: Any, checkpoints: CheckpointContext, source: Path, tmp_path: Path
 ) -> None:
     storage_id = checkpoints.upload(source)
@@ -74,13 +74,13 @@ def test_every_download_mode_brings_all_files(
         assert contents(path) == contents(source)
 
 
-def test_an_unknown_download_mode_is_refused(checkpoints: CheckpointContext, tmp_path: Path) -> None:
+def test_an_unknown_download_mode_is_rejected(checkpoints: CheckpointContext, tmp_path: Path) -> None:
     mode: Any = "SHARED"
     with pytest.raises(ValueError, match="'SHARED' is not a valid DownloadMode"):
         checkpoints.download(stored(checkpoints), tmp_path / "copy", mode)
 
 
-def test_a_lent_folder_has_all_files_whatever_the_selector(checkpoints: CheckpointContext) -> None:
+def test_restore_path_has_all_files_for_any_selector(checkpoints: CheckpointContext) -> None:
     storage_id = stored(checkpoints)
     with (
         pytest.warns(UserWarning, match="the selector has no effect") as caught,
@@ -90,7 +90,7 @@ def test_a_lent_folder_has_all_files_whatever_the_selector(checkpoints: Checkpoi
     assert caught[0].filename == __file__
 
 
-def test_a_selector_chooses_by_the_path_inside(checkpoints: CheckpointContext, source: Path, tmp_path: Path) -> None:
+def test_a_selector_matches_the_relative_path(checkpoints: CheckpointContext, source: Path, tmp_path: Path) -> None:
     storage_id = checkpoints.upload(source, selector=lambda path: path.startswith(("a", "deep/")))
     with checkpoints.restore_path(storage_id) as path:
         assert sorted(contents(path)) == ["a.bin", "deep/deeper/b.txt"]
@@ -98,7 +98,7 @@ def test_a_selector_chooses_by_the_path_inside(checkpoints: CheckpointContext, s
     assert sorted(contents(tmp_path / "copy")) == ["deep/deeper/b.txt"]
 
 
-def test_a_link_in_an_uploaded_folder_is_stored_as_what_it_leads_to(
+def test_a_link_in_an_uploaded_folder_is_stored_as_its_target(
     checkpoints: CheckpointContext, source: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "linked").mkdir()
@@ -108,7 +108,7 @@ def test_a_link_in_an_uploaded_folder_is_stored_as_what_it_leads_to(
         assert sorted(contents(path)) == ["inner/deeper/b.txt", "one"]
 
 
-def test_a_download_keeps_other_files_and_replaces_its_own(checkpoints: CheckpointContext, tmp_path: Path) -> None:
+def test_a_download_keeps_other_files_and_replaces_equal_names(checkpoints: CheckpointContext, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("old")
     (tmp_path / "other").write_text("other")
     checkpoints.download(stored(checkpoints, "new"), tmp_path)
@@ -123,7 +123,7 @@ def test_a_checkpoint_may_be_empty(checkpoints: CheckpointContext) -> None:
         assert contents(path) == {}
 
 
-def test_a_deleted_checkpoint_is_gone(checkpoints: CheckpointContext, source: Path) -> None:
+def test_a_deleted_checkpoint_cannot_be_found(checkpoints: CheckpointContext, source: Path) -> None:
     storage_id = checkpoints.upload(source)
     checkpoints.delete(storage_id)
     assert names(checkpoints) == []
@@ -131,7 +131,7 @@ def test_a_deleted_checkpoint_is_gone(checkpoints: CheckpointContext, source: Pa
         checkpoints.delete(storage_id)
 
 
-def test_the_latest_is_the_one_that_was_stored_last(checkpoints: CheckpointContext) -> None:
+def test_the_latest_checkpoint_is_the_one_stored_last(checkpoints: CheckpointContext) -> None:
     assert checkpoints.latest() is None
     first, second = stored(checkpoints, kind="a"), stored(checkpoints, kind="b")
     (checkpoints.directory / "metrics.jsonl").touch()
@@ -150,7 +150,7 @@ def test_an_error_in_the_block_stores_nothing(checkpoints: CheckpointContext) ->
     assert names(checkpoints) == []
 
 
-def test_a_reader_sees_nothing_before_the_block_ends(checkpoints: CheckpointContext) -> None:
+def test_a_reader_sees_no_checkpoint_before_the_block_ends(checkpoints: CheckpointContext) -> None:
     with checkpoints.store_path() as (path, storage_id):
         (path / "file").write_text("x")
         assert checkpoints.latest() is None
@@ -170,7 +170,7 @@ with CheckpointContext(sys.argv[1]).store_path() as (path, _):
 
 
 @pytest.mark.usefixtures("forking")
-def test_what_a_killed_process_left_is_no_checkpoint_and_is_swept_away_by_the_next(
+def test_leftovers_of_a_killed_process_are_removed_by_the_next_one(
     checkpoints: CheckpointContext,
 ) -> None:
     done = subprocess.run([sys.executable, "-c", _KILLED, str(checkpoints.directory)], check=False)
@@ -194,7 +194,7 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_a_changed_byte_is_noticed_and_its_file_named(
+def test_a_changed_byte_is_detected_and_its_file_named(
     checkpoints: CheckpointContext, source: Path, tmp_path: Path
 ) -> None:
     storage_id = checkpoints.upload(source)
@@ -208,7 +208,7 @@ def test_a_changed_byte_is_noticed_and_its_file_named(
     assert not [name for name in contents(tmp_path / "copy") if name.endswith(".tmp")]
 
 
-def test_a_file_that_is_missing_added_or_a_link_is_named(checkpoints: CheckpointContext, source: Path) -> None:
+def test_a_missing_added_or_linked_file_is_named(checkpoints: CheckpointContext, source: Path) -> None:
     storage_id = checkpoints.upload(source)
     folder = files_of(checkpoints, storage_id)
     shutil.move(folder / "a.bin", folder / "c.bin")
@@ -224,7 +224,7 @@ def test_a_file_that_is_missing_added_or_a_link_is_named(checkpoints: Checkpoint
         checkpoints.get_metadata(storage_id)
 
 
-def test_every_changed_byte_of_a_manifest_is_noticed(checkpoints: CheckpointContext) -> None:
+def test_every_changed_byte_of_a_manifest_is_detected(checkpoints: CheckpointContext) -> None:
     storage_id = stored(checkpoints, steps_completed=3)
     manifest = checkpoints.directory / storage_id / "manifest.json"
     whole = manifest.read_bytes()
@@ -235,7 +235,7 @@ def test_every_changed_byte_of_a_manifest_is_noticed(checkpoints: CheckpointCont
 
 
 @pytest.mark.parametrize("damaged", ["file", "manifest"])
-def test_a_damaged_checkpoint_is_passed_over_with_a_warning(checkpoints: CheckpointContext, damaged: str) -> None:
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(checkpoints: CheckpointContext, damaged: str) -> None:
     first, second = stored(checkpoints), stored(checkpoints)
     place = checkpoints.directory / second
     flip(place / "files" / "file" if damaged == "file" else place / "manifest.json")
@@ -247,13 +247,13 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(checkpoints: Checkpo
 
 
 @pytest.mark.parametrize("storage_id", ["../other", "a/b", "", ".", "..", "/etc", ".tmp-a.01234567", 3])
-def test_an_id_that_is_no_name_is_refused(checkpoints: CheckpointContext, storage_id: Any) -> None:
+def test_an_id_that_is_a_path_is_rejected(checkpoints: CheckpointContext, storage_id: Any) -> None:
     for use in (checkpoints.get_metadata, checkpoints.delete, lambda it: checkpoints.download(it, "copy")):
         with pytest.raises(ConfigError, match="storage_id: expected the id of a checkpoint, one name without '/'"):
             use(storage_id)
 
 
-def test_an_unknown_id_is_named(checkpoints: CheckpointContext) -> None:
+def test_an_unknown_checkpoint_id_is_named(checkpoints: CheckpointContext) -> None:
     with (
         pytest.raises(CheckpointError, match="storage/unknown: no checkpoint there"),
         checkpoints.restore_path("unknown"),
@@ -261,7 +261,7 @@ def test_an_unknown_id_is_named(checkpoints: CheckpointContext) -> None:
         raise AssertionError
 
 
-def test_a_folder_that_is_not_there_is_named(checkpoints: CheckpointContext, tmp_path: Path) -> None:
+def test_a_missing_folder_is_named(checkpoints: CheckpointContext, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="missing: expected a folder to store, got none"):
         checkpoints.upload(tmp_path / "missing")
     with pytest.raises(ConfigError, match="ckpt_dir: expected a folder, got None"):
@@ -287,7 +287,7 @@ def test_links_are_not_stored(checkpoints: CheckpointContext, tmp_path: Path) ->
         ({"model": object()}, "metadata.model: cannot store a builtins.object"),
     ],
 )
-def test_metadata_that_cannot_be_stored_is_refused_before_the_block(
+def test_metadata_that_cannot_be_stored_are_rejected_before_the_block(
     checkpoints: CheckpointContext, metadata: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises((ConfigError, CheckpointError), match=sentence), checkpoints.store_path(metadata):
@@ -295,7 +295,7 @@ def test_metadata_that_cannot_be_stored_is_refused_before_the_block(
     assert not checkpoints.directory.exists()
 
 
-def test_one_process_of_several_does_not_store_for_all(tmp_path: Path) -> None:
+def test_a_single_process_of_several_cannot_store_for_all(tmp_path: Path) -> None:
     second = CheckpointContext(tmp_path, DistributedContext(rank=1, size=2, local_rank=1, local_size=2))
     with pytest.raises(ConfigError, match="rank 1 stores a checkpoint: only rank 0 may do this"), second.store_path():
         raise AssertionError
@@ -311,11 +311,11 @@ def test_one_process_of_several_does_not_store_for_all(tmp_path: Path) -> None:
         ({"type": "directory", "container_path": "/c"}, "/c"),
     ],
 )
-def test_storage_is_a_path_or_determineds_mapping(storage: Any, folder: str) -> None:
+def test_storage_is_a_path_or_the_mapping_of_determined(storage: Any, folder: str) -> None:
     assert storage_directory(storage) == Path(folder)
 
 
-def test_other_storage_is_refused() -> None:
+def test_unsupported_storage_is_rejected() -> None:
     with pytest.raises(
         UnknownNameError, match=r"unknown type of checkpoint_storage 's3' \(known: directory, shared_fs"
     ):

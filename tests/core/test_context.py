@@ -32,7 +32,7 @@ def places(context: core.Context) -> tuple[str, str]:
     return str(context.checkpoint.directory), str(context.train.directory)
 
 
-def test_a_script_on_its_own_keeps_everything_in_checkpoints(tmp_path: Path) -> None:
+def test_a_script_without_a_launcher_stores_everything_in_checkpoints(tmp_path: Path) -> None:
     with core.init() as context:
         assert places(context) == ("checkpoints", "checkpoints")
         assert context.info is None
@@ -49,7 +49,7 @@ def test_a_script_on_its_own_keeps_everything_in_checkpoints(tmp_path: Path) -> 
         (TrialInfo(1), None, ("checkpoints", "checkpoints")),
     ],
 )
-def test_what_the_script_says_comes_before_the_launcher_and_that_before_the_configuration(
+def test_script_arguments_override_the_launcher_which_overrides_the_file(
     monkeypatch: pytest.MonkeyPatch, info: TrialInfo, storage: object, expected: tuple[str, str]
 ) -> None:
     launched_as(info, monkeypatch)
@@ -58,7 +58,7 @@ def test_what_the_script_says_comes_before_the_launcher_and_that_before_the_conf
     assert context.info == info
 
 
-def test_signals_are_heard_in_the_block_only() -> None:
+def test_signals_are_received_only_inside_the_block() -> None:
     before = signal.getsignal(signal.SIGTERM)
     context = core.init()
     assert signal.getsignal(signal.SIGTERM) is before
@@ -92,7 +92,7 @@ def test_a_context_can_be_started_and_closed_without_a_block() -> None:
 @pytest.mark.parametrize(
     ("name", "instead"), [("searcher", "decides how long it trains"), ("profiler", "torch.profiler")]
 )
-def test_what_determined_has_besides_is_refused_in_a_sentence(name: str, instead: str) -> None:
+def test_unsupported_names_of_determined_raise_a_one_sentence_error(name: str, instead: str) -> None:
     with pytest.raises(AttributeError, match=f"the core context has no '{name}': .*{instead}"):
         getattr(core.init(), name)
     with pytest.raises(AttributeError, match=r"the core context has no 'trian'$"):
@@ -146,7 +146,7 @@ def last_rows(folder: Path) -> dict[tuple[str, int], object]:
 
 
 @pytest.mark.slow
-def test_a_script_that_is_stopped_and_run_again_ends_as_one_that_is_not(tmp_path: Path) -> None:
+def test_a_script_stopped_and_restarted_ends_as_an_uninterrupted_one(tmp_path: Path) -> None:
     undisturbed = run(tmp_path / "undisturbed")
     assert undisturbed.startswith("result: held-out loss ")
     for number in (signal.SIGTERM, signal.SIGKILL):

@@ -36,14 +36,14 @@ def places(context: DistributedContext) -> list[tuple[int, int]]:
     ]
 
 
-def test_a_process_alone_is_the_chief_of_itself() -> None:
+def test_a_single_process_is_the_chief() -> None:
     context = DistributedContext.from_environment()
     assert places(context) == [(0, 1), (0, 1), (0, 1)]
     assert context.is_chief
     assert (context.get_rank(), context.get_size(), context.get_local_rank(), context.get_num_agents()) == (0, 1, 0, 1)
 
 
-def test_alone_every_message_is_ones_own_object() -> None:
+def test_a_single_process_receives_its_own_messages() -> None:
     context, value = DistributedContext(), {"anything": {1, 2}, "tensor": torch.ones(2)}
     for found in (context.gather(value), context.gather_local(value), context.allgather(value)):
         assert found is not None
@@ -55,33 +55,33 @@ def test_alone_every_message_is_ones_own_object() -> None:
     context.close()
 
 
-def test_torchrun_tells_the_place_on_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_variables_set_the_rank_on_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     context = launched(monkeypatch, RANK=5, WORLD_SIZE=6, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2, GROUP_RANK=2)
     assert places(context) == [(5, 6), (1, 2), (2, 3)]
     assert not context.is_chief
     assert context.get_num_agents() == 3
 
 
-def test_without_torchruns_finer_variables_there_is_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_local_torchrun_variables_there_is_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert places(launched(monkeypatch, RANK=1, WORLD_SIZE=2)) == [(1, 2), (1, 2), (0, 1)]
 
 
-def test_making_a_context_meets_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_creating_a_context_opens_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     launched(monkeypatch, RANK=1, WORLD_SIZE=2)
     assert not torch.distributed.is_initialized()
 
 
-def test_a_variable_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_that_is_not_a_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="environment variable RANK: expected a number, got 'first'"):
         launched(monkeypatch, RANK="first", WORLD_SIZE=2)
 
 
-def test_a_process_in_no_group_is_told_how_to_get_into_one() -> None:
+def test_a_process_without_a_group_gets_an_error_with_a_remedy() -> None:
     with pytest.raises(ConfigError, match=r"this process is in no group: start it by 'python -m dovetail\.launch'"):
         DistributedContext.from_torch_distributed()
 
 
-def test_other_launchers_are_refused_in_one_sentence() -> None:
+def test_other_launchers_are_rejected_in_one_sentence() -> None:
     with pytest.raises(ConfigError, match=r"from_horovod: expected processes that torch starts; use .*from_torch"):
         DistributedContext.from_horovod(os, chief_ip="10.0.0.1")
     with pytest.raises(ConfigError, match="from_deepspeed: expected processes that torch starts"):
@@ -91,7 +91,7 @@ def test_other_launchers_are_refused_in_one_sentence() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"rank": 2, "size": 2}, {"local_rank": -1}, {"cross_rank": 1}])
-def test_a_place_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
+def test_an_impossible_rank_is_rejected(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(wrong))}: expected a number from 0 to"):
         DistributedContext(**wrong)
 
@@ -101,18 +101,18 @@ def of(size: int) -> DistributedContext:
 
 
 @pytest.mark.parametrize(("total", "size", "share"), [(64, 1, 64), (64, 4, 16), (3, 3, 1)])
-def test_a_global_batch_is_divided(total: int, size: int, share: int) -> None:
+def test_a_global_batch_is_divided_among_processes(total: int, size: int, share: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert of(size).shard_batch_size(total) == share
 
 
-def test_a_remainder_warns_of_the_batch_size_that_is_used() -> None:
+def test_a_remainder_warns_with_the_batch_size_that_is_used() -> None:
     with pytest.warns(UserWarning, match="64 does not divide by 3 processes: it is 63, 21 for each"):
         assert of(3).shard_batch_size(64) == 21
 
 
-def test_fewer_samples_than_processes_are_refused() -> None:
+def test_fewer_samples_than_processes_are_rejected() -> None:
     with pytest.raises(ConfigError, match="expected at least 4, one for each process, got 3"):
         of(4).shard_batch_size(3)
 
@@ -131,7 +131,7 @@ context.close()
 
 
 @pytest.mark.slow
-def test_processes_without_a_launcher_meet_at_the_address_of_the_chief() -> None:
+def test_processes_without_a_launcher_connect_to_the_chief_address() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -148,13 +148,13 @@ def test_processes_without_a_launcher_meet_at_the_address_of_the_chief() -> None
             peer.kill()
 
 
-def test_several_machines_without_a_launcher_need_the_address_of_the_chief() -> None:
+def test_several_machines_without_a_launcher_require_the_chief_address() -> None:
     context = DistributedContext(rank=0, size=2, local_rank=0, local_size=1, cross_rank=0, cross_size=2)
     with pytest.raises(ConfigError, match="chief_ip: 2 processes on several machines need the address"):
         context.broadcast(1)
 
 
-def test_the_address_of_the_chief_may_be_said_to_a_launched_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launched_process_accepts_the_chief_address(monkeypatch: pytest.MonkeyPatch) -> None:
     launched(monkeypatch, RANK=1, WORLD_SIZE=2)
     assert places(DistributedContext.from_torch_distributed(chief_ip="10.0.0.1")) == [(1, 2), (1, 2), (0, 1)]
 

@@ -32,7 +32,7 @@ def pythons_own_handlers() -> Iterator[None]:
 
 
 @both
-def test_a_signal_is_heard_and_said(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_signal_is_received_and_logged(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
     with PreemptContext(DistributedContext()) as preempt:
         assert not preempt.should_preempt()
         assert preempt.signal is None
@@ -45,35 +45,35 @@ def test_a_signal_is_heard_and_said(number: signal.Signals, capfd: pytest.Captur
     )
 
 
-def test_the_second_signal_acts_as_if_nobody_were_listening() -> None:
+def test_the_second_signal_has_its_default_effect() -> None:
     with pytest.raises(KeyboardInterrupt), PreemptContext(DistributedContext()):
         os.kill(os.getpid(), signal.SIGTERM)
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_handlers_are_put_back() -> None:
+def test_signal_handlers_are_restored() -> None:
     with PreemptContext(DistributedContext()):
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_a_handler_of_the_users_own_stays() -> None:
-    heard: list[int] = []
+def test_a_signal_handler_of_the_user_is_kept() -> None:
+    received: list[int] = []
 
     def own(number: int, frame: FrameType | None) -> None:
-        heard.append(number)
+        received.append(number)
 
     signal.signal(signal.SIGTERM, own)
     with PreemptContext(DistributedContext()) as preempt:
         os.kill(os.getpid(), signal.SIGTERM)
         assert not preempt.should_preempt()
-    assert heard == [signal.SIGTERM]
+    assert received == [signal.SIGTERM]
     assert signal.getsignal(signal.SIGTERM) is own
 
 
-def test_another_thread_hears_nothing_and_changes_nothing() -> None:
+def test_a_context_in_another_thread_changes_no_handler() -> None:
     found: list[object] = []
 
     def work() -> None:
@@ -86,27 +86,27 @@ def test_another_thread_hears_nothing_and_changes_nothing() -> None:
     assert found == [signal.SIG_DFL, False]
 
 
-def test_where_only_the_chief_asks_the_others_are_refused() -> None:
+def test_in_chief_only_mode_the_other_ranks_are_rejected() -> None:
     assert not of(0, PreemptMode.ChiefOnly).should_preempt()
     with pytest.raises(ConfigError, match=r"should_preempt\(\) was called in rank 1: with PreemptMode\.ChiefOnly only"):
         of(1, PreemptMode.ChiefOnly).should_preempt()
 
 
-def test_where_each_answers_for_itself_nobody_is_asked() -> None:
+def test_workers_ask_master_mode_uses_only_local_signals() -> None:
     with of(1, PreemptMode.WorkersAskMaster) as preempt:
         assert not preempt.should_preempt()
         os.kill(os.getpid(), signal.SIGTERM)
         assert preempt.should_preempt()
 
 
-def test_determineds_acknowledgement_is_accepted() -> None:
+def test_the_acknowledgement_of_determined_is_accepted() -> None:
     with PreemptContext(DistributedContext()) as preempt:
         preempt.acknowledge_preemption_signal()
         assert not preempt.should_preempt()
 
 
 @pytest.mark.parametrize("auto_ack", [True, False])
-def test_an_experiment_is_told_that_a_script_leaves_to_go_on_later(
+def test_the_experiment_is_notified_that_a_script_will_resume_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, auto_ack: bool
 ) -> None:
     monkeypatch.setenv(ATTEMPT, str(tmp_path))

@@ -66,7 +66,7 @@ def test_tensors_and_arrays_become_plain_values(tmp_path: Path) -> None:
     assert rows(tmp_path)[0]["metrics"] == expected
 
 
-def test_what_is_not_finite_comes_back_and_every_line_is_strict_json(tmp_path: Path) -> None:
+def test_values_that_are_not_finite_round_trip_as_strict_json(tmp_path: Path) -> None:
     values = {"up": math.inf, "down": -math.inf, "list": [torch.tensor(math.nan)]}
     TrainContext(tmp_path).report_training_metrics(1, values)
 
@@ -92,7 +92,7 @@ def test_what_is_not_finite_comes_back_and_every_line_is_strict_json(tmp_path: P
     ],
 )
 @pytest.mark.parametrize("is_chief", [True, False])
-def test_what_cannot_be_reported_is_said_in_every_process(
+def test_values_that_cannot_be_reported_raise_in_every_process(
     tmp_path: Path, arguments: Any, sentence: str, is_chief: bool
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
@@ -101,7 +101,7 @@ def test_what_cannot_be_reported_is_said_in_every_process(
 
 
 @pytest.mark.parametrize("progress", [-0.1, 1.1, math.nan])
-def test_progress_is_a_part_of_one(tmp_path: Path, progress: float) -> None:
+def test_progress_is_between_zero_and_one(tmp_path: Path, progress: float) -> None:
     with pytest.raises(ConfigError, match="progress: expected a number from 0 to 1"):
         TrainContext(tmp_path).report_progress(progress)
 
@@ -121,7 +121,7 @@ def test_reports_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     assert caplog.messages == ["validation metrics at step 7: loss 0.5, accuracy 1"]
 
 
-def test_a_line_that_a_killed_process_left_unfinished_is_left_out_and_cut_off(tmp_path: Path) -> None:
+def test_an_unfinished_line_of_a_killed_process_is_removed(tmp_path: Path) -> None:
     TrainContext(tmp_path).report_progress(0.5)
     with (tmp_path / METRICS).open("a") as file:
         file.write('{"group": "train')
@@ -133,7 +133,7 @@ def test_a_line_that_a_killed_process_left_unfinished_is_left_out_and_cut_off(tm
 @pytest.mark.parametrize(
     ("line", "sentence"), [("{", "not valid JSON"), ("[]", "expected a report with"), ('{"a": 1}', "expected a report")]
 )
-def test_a_damaged_line_is_named(tmp_path: Path, line: str, sentence: str) -> None:
+def test_a_damaged_report_line_is_named(tmp_path: Path, line: str, sentence: str) -> None:
     TrainContext(tmp_path).report_progress(0.5)
     with (tmp_path / METRICS).open("a") as file:
         file.write(f"{line}\n")
@@ -152,7 +152,7 @@ for step in itertools.count():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forking")
-def test_a_reader_never_sees_half_a_line_and_a_kill_loses_one_at_most(tmp_path: Path) -> None:
+def test_a_reader_never_sees_half_a_line_and_a_kill_loses_at_most_one(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", _WRITER, str(tmp_path)]) as writer:
         try:
             deadline = time.monotonic() + 120
@@ -186,19 +186,19 @@ def reported(folder: Path, config: dict[str, Any]) -> TrainContext:
         ({}, None),
     ],
 )
-def test_the_best_validation_is_that_of_the_searchers_metric(
+def test_the_best_validation_uses_the_searcher_metric(
     tmp_path: Path, searcher: dict[str, Any], best: float | None
 ) -> None:
     assert reported(tmp_path, {"searcher": searcher}).get_experiment_best_validation() == best
 
 
-def test_without_a_searcher_or_a_report_there_is_no_best_validation(tmp_path: Path) -> None:
+def test_without_a_searcher_or_report_there_is_no_best_validation(tmp_path: Path) -> None:
     assert reported(tmp_path, {}).get_experiment_best_validation() is None
     info = TrialInfo(trial_id=1, config={"searcher": {"metric": "loss"}})
     assert TrainContext(tmp_path / "new", info=info).get_experiment_best_validation() is None
 
 
-def test_there_is_a_folder_for_tensorboard(tmp_path: Path) -> None:
+def test_the_context_provides_a_tensorboard_folder(tmp_path: Path) -> None:
     path = TrainContext(tmp_path / "trial").get_tensorboard_path()
     assert path == tmp_path / "trial" / "tensorboard"
     assert path.is_dir()
@@ -232,20 +232,18 @@ def test_an_alert_is_logged_and_recorded(
     assert rows(tmp_path) == [{"alert": expected}]
 
 
-def test_an_alert_of_another_process_is_always_visible_in_the_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_alert_of_another_process_is_always_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     TrainContext(tmp_path, is_chief=False).alert("slow", level="debug")
     assert [(record.levelno, record.message) for record in caplog.records] == [(logging.WARNING, "alert: slow")]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_unknown_level_of_an_alert_is_answered_with_the_known_ones(tmp_path: Path) -> None:
+def test_an_unknown_alert_level_raises_with_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError, match="unknown level of an alert 'warning': did you mean 'warn'"):
         TrainContext(tmp_path).alert("slow", level="warning")  # type: ignore[arg-type]  # the mistake
 
 
-def test_the_last_metadata_replace_those_before_and_outlive_the_process(tmp_path: Path) -> None:
+def test_the_last_metadata_replace_earlier_ones_and_are_stored(tmp_path: Path) -> None:
     train = TrainContext(tmp_path)
     assert train.get_metadata() is None
     assert train.set_metadata({"dataset": "digits", "version": 1}) == {"dataset": "digits", "version": 1}
@@ -256,7 +254,7 @@ def test_the_last_metadata_replace_those_before_and_outlive_the_process(tmp_path
         train.set_metadata([])  # type: ignore[arg-type]  # the mistake
 
 
-def test_files_of_tensorboard_need_no_upload(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tensorboard_files_need_no_upload(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "dovetail.core")
     train = TrainContext(tmp_path)
     train.upload_tensorboard_files()

@@ -77,7 +77,7 @@ def batches(found: list[Any]) -> list[int]:
 # ------------------------------------------------------------------ the whole way
 
 
-def test_hooks_come_in_their_order_and_batches_without_gradients() -> None:
+def test_hooks_are_called_in_order_and_batches_run_without_gradients() -> None:
     assert calls(checkpoint_interval=2) == [
         "made",
         (0, [0, 1], False),
@@ -91,30 +91,30 @@ def test_hooks_come_in_their_order_and_batches_without_gradients() -> None:
     assert torch.is_grad_enabled()
 
 
-def test_the_last_batches_have_a_checkpoint_of_their_own() -> None:
+def test_the_last_batches_are_checkpointed() -> None:
     assert calls(checkpoint_interval=3)[-3:] == [(3, [6], False), "checkpoint", "finish"]
 
 
-def test_max_batches_ends_early() -> None:
+def test_max_batches_ends_processing_early() -> None:
     assert batches(calls(max_batches=2)) == [0, 1]
     assert batches(calls(max_batches=99)) == [0, 1, 2, 3]
 
 
-def test_a_batch_is_one_sample_unless_the_loader_is_told_otherwise() -> None:
+def test_the_default_batch_size_is_one_sample() -> None:
     assert batches(calls(size=3, batch_size=None)) == [0, 1, 2]
     assert batches(calls(size=7, batch_size=None, dataloader_kwargs={"batch_size": 3, "drop_last": True})) == [0, 1]
 
 
-def test_the_loader_has_the_other_arguments() -> None:
+def test_other_arguments_are_passed_to_the_loader() -> None:
     found = calls(size=3, dataloader_kwargs={"collate_fn": lambda samples: torch.stack(samples) * 10})
     assert [call[1] for call in found if isinstance(call, tuple)] == [[0, 10], [20]]
 
 
-def test_an_empty_dataset_is_finished() -> None:
+def test_an_empty_dataset_finishes_at_once() -> None:
     assert calls(size=0) == ["made", "finish"]
 
 
-def test_progress_is_reported() -> None:
+def test_batch_processing_reports_progress() -> None:
     calls(checkpoint_interval=2)
     rows = read_metrics(Path("checkpoints", METRICS))
     assert [row["progress"] for row in rows] == [0.5, 1]
@@ -123,18 +123,18 @@ def test_progress_is_reported() -> None:
 # ------------------------------------------------------------------ going on
 
 
-def test_the_same_call_after_an_error_goes_on_from_the_last_checkpoint() -> None:
+def test_the_same_call_after_an_error_resumes_from_the_last_checkpoint() -> None:
     assert batches(after_an_error(checkpoint_interval=2)) == [0, 1, 2]
     assert batches(calls(checkpoint_interval=2)) == [2, 3]
 
 
-def test_when_all_is_done_the_same_call_begins_anew() -> None:
+def test_the_same_call_after_completion_starts_from_the_beginning() -> None:
     first = calls()
     assert CheckpointContext("checkpoints").latest() is None
     assert calls() == first
 
 
-def test_progress_that_a_kill_left_twice_is_forgotten_twice() -> None:
+def test_duplicate_progress_left_by_a_kill_is_deleted() -> None:
     after_an_error(checkpoint_interval=2)
     (progress,) = [path for path in Path("checkpoints").iterdir() if path.is_dir()]
     shutil.copytree(progress, progress.with_name("another"))
@@ -142,7 +142,7 @@ def test_progress_that_a_kill_left_twice_is_forgotten_twice() -> None:
     assert batches(calls()) == [0, 1, 2, 3]
 
 
-def test_an_error_before_any_checkpoint_begins_anew() -> None:
+def test_an_error_before_any_checkpoint_restarts_from_the_beginning() -> None:
     after_an_error(checkpoint_interval=5)
     assert batches(calls()) == [0, 1, 2, 3]
 
@@ -158,7 +158,7 @@ def test_an_error_in_on_finish_repeats_no_batch() -> None:
     assert calls() == ["made", "finish"]
 
 
-def test_another_processor_has_progress_of_its_own() -> None:
+def test_another_processor_has_separate_progress() -> None:
     class Other(Recorder):
         pass
 
@@ -168,7 +168,7 @@ def test_another_processor_has_progress_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("other", [{"size": 8}, {"batch_size": 3}])
-def test_progress_of_other_batches_is_refused(other: dict[str, Any]) -> None:
+def test_progress_with_another_batch_size_is_rejected(other: dict[str, Any]) -> None:
     after_an_error(checkpoint_interval=2)
     sentence = "has the progress of Recorder with 7 samples in batches of 2, not of Recorder with"
     with pytest.raises(ConfigError, match=sentence):
@@ -199,7 +199,7 @@ torch_batch_process(Writer, torch.arange(40), batch_size=2, checkpoint_interval=
 
 
 @pytest.mark.slow
-def test_after_a_kill_nothing_before_the_checkpoint_is_done_again_and_nothing_is_left_out() -> None:
+def test_after_a_kill_every_batch_after_the_checkpoint_is_processed() -> None:
     script = Path("killed.py")
     script.write_text(_KILLED)
     codes = [forked.run(script, at, folder=Path.cwd()).returncode for at in (10, 15, 99)]
@@ -225,7 +225,7 @@ def given(check: Any) -> None:
     torch_batch_process(Once, TensorDataset(torch.ones(2, 3)), batch_size=2, max_batches=7)
 
 
-def test_a_model_is_placed_and_in_evaluation_mode() -> None:
+def test_a_model_is_moved_and_set_to_evaluation_mode() -> None:
     model = nn.Dropout(1.0)
 
     def check(context: TorchBatchProcessorContext, batch: Any) -> None:
@@ -239,7 +239,7 @@ def test_a_model_is_placed_and_in_evaluation_mode() -> None:
     assert not model.training
 
 
-def test_metrics_and_tensorboard_have_their_places() -> None:
+def test_metrics_and_tensorboard_have_documented_folders() -> None:
     def check(context: TorchBatchProcessorContext, batch: Any) -> None:
         context.report_metrics("mine", 3, {"loss": torch.tensor(0.5)})
         assert context.get_tensorboard_path() == Path("checkpoints/tensorboard")
@@ -249,7 +249,7 @@ def test_metrics_and_tensorboard_have_their_places() -> None:
     assert (row["group"], row["steps_completed"], row["metrics"]) == ("mine", 3, {"loss": 0.5})
 
 
-def test_files_appear_when_their_block_ends_without_an_error(caplog: pytest.LogCaptureFixture) -> None:
+def test_uploaded_files_appear_when_their_block_ends_without_an_error(caplog: pytest.LogCaptureFixture) -> None:
     def check(context: TorchBatchProcessorContext, batch: Any) -> None:
         with context.upload_path() as path:
             (path / "deep").mkdir()
@@ -284,7 +284,7 @@ class WithoutLength(torch.utils.data.Dataset[int]):
 
 
 @pytest.mark.parametrize("dataset", [Stream(), WithoutLength()])
-def test_a_dataset_without_indices_or_length_is_refused(dataset: Any) -> None:
+def test_a_dataset_without_indices_or_length_is_rejected(dataset: Any) -> None:
     with pytest.raises(DataError, match=f"expected a dataset with indices and a length, got {type(dataset).__name__}"):
         torch_batch_process(Recorder, dataset)
 
@@ -305,7 +305,7 @@ def test_a_dataset_without_indices_or_length_is_refused(dataset: Any) -> None:
         ({"dataloader_kwargs": {"rank": 1}}, "'rank' is not accepted"),
     ],
 )
-def test_a_mistake_is_said_before_anything_is_done(arguments: dict[str, Any], sentence: str) -> None:
+def test_invalid_arguments_raise_before_any_work(arguments: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         calls(**arguments)
     assert CALLS == []
@@ -318,20 +318,20 @@ class Misspelled(Recorder):
     on_finish = TorchBatchProcessor.on_finish
 
 
-def test_a_misspelled_method_is_a_warning_before_the_first_batch() -> None:
+def test_a_misspelled_method_warns_before_the_first_batch() -> None:
     with pytest.warns(UserWarning, match=r"Misspelled\.on_finished is never called: did you mean on_finish\?"):
         calls(Misspelled)
     assert "finish" not in CALLS
 
 
-def test_shuffle_may_be_said_to_be_off() -> None:
+def test_shuffle_may_be_given_as_false() -> None:
     assert batches(calls(dataloader_kwargs={"shuffle": False})) == [0, 1, 2, 3]
 
 
 # ------------------------------------------------------------------ what the context knows
 
 
-def test_the_context_knows_ranks_and_hyperparameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_context_provides_ranks_and_hyperparameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_info(tmp_path / "trial.json", TrialInfo(trial_id=1, hparams={"width": 3}, directory=str(tmp_path)))
     monkeypatch.setenv(VARIABLE, str(tmp_path / "trial.json"))
     found: list[Any] = []
@@ -351,7 +351,7 @@ def first(samples: Any) -> Any:
     return torch.stack([sample[0] for sample in samples])
 
 
-def test_hyperparameters_of_a_script_that_nothing_launched_are_refused() -> None:
+def test_hyperparameters_without_a_launcher_are_rejected() -> None:
     class Asking(Recorder):
         def process_batch(self, batch: Any, batch_idx: int) -> None:
             self.context.get_hparams()

@@ -18,7 +18,7 @@ from dovetail.pytorch import Batch, Epoch
 StepMode = pytorch.LRScheduler.StepMode
 
 
-def told(folder: Path, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
+def reported(folder: Path, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
     """Make this process believe that a launcher has started it."""
     path = folder / "info.json"
     write_info(path, TrialInfo(**{"trial_id": 3, **fields}))
@@ -28,18 +28,16 @@ def told(folder: Path, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
 # ------------------------------------------------------------------ where settings come from
 
 
-def test_hyperparameters_come_from_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told(tmp_path, monkeypatch, hparams={"lr": 0.1}, trial_seed=11, directory=str(tmp_path / "here"))
+def test_hyperparameters_are_read_from_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reported(tmp_path, monkeypatch, hparams={"lr": 0.1}, trial_seed=11, directory=str(tmp_path / "here"))
     context = pytorch.init()
     assert context.hparams == {"lr": 0.1}
     assert (context.get_trial_id(), context.get_trial_seed()) == (3, 11)
     assert context.directory == tmp_path / "here"
 
 
-def test_the_launchers_hyperparameters_win_and_those_given_fill_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told(tmp_path, monkeypatch, hparams={"lr": 0.1, "net": {"width": 3}, "opt": "sgd"})
+def test_launcher_hyperparameters_override_the_given_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reported(tmp_path, monkeypatch, hparams={"lr": 0.1, "net": {"width": 3}, "opt": "sgd"})
     given = {"lr": 0.5, "net": {"width": 8, "depth": 2}, "opt": {"name": "adam"}, "batch": 16}
     context = pytorch.init(hparams=given)
     assert context.hparams == {"lr": 0.1, "net": {"width": 3, "depth": 2}, "opt": "sgd", "batch": 16}
@@ -59,10 +57,10 @@ def test_the_launchers_hyperparameters_win_and_those_given_fill_in(
         (lambda context: context.info.trial.hparams, True),
     ],
 )
-def test_the_runner_can_see_whether_a_trial_has_read_its_hyperparameters(
+def test_the_runner_detects_whether_a_trial_read_its_hyperparameters(
     use: Any, reads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told(tmp_path, monkeypatch, hparams={"lr": 0.1, "global_batch_size": 8}, directory=str(tmp_path / "here"))
+    reported(tmp_path, monkeypatch, hparams={"lr": 0.1, "global_batch_size": 8}, directory=str(tmp_path / "here"))
     monkeypatch.setenv(ATTEMPT, str(tmp_path))
     use(pytorch.init(verbose=False))
     assert (tmp_path / HPARAMS_READ).exists() is reads
@@ -78,19 +76,17 @@ class Empty(pytorch.PyTorchTrial):
         raise NotImplementedError
 
 
-def test_a_configuration_given_in_an_experiment_does_not_win_over_the_search(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told(tmp_path, monkeypatch, hparams={"lr": 0.1})
+def test_a_given_configuration_does_not_override_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reported(tmp_path, monkeypatch, hparams={"lr": 0.1})
     assert pytorch.init(exp_conf={"hyperparameters": {"lr": 0.5, "width": 3}}).hparams == {"lr": 0.1, "width": 3}
 
 
-def test_a_given_seed_wins_over_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told(tmp_path, monkeypatch, trial_seed=11)
+def test_a_given_seed_overrides_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reported(tmp_path, monkeypatch, trial_seed=11)
     assert pytorch.init(seed=1).get_trial_seed() == 1
 
 
-def test_hyperparameters_come_from_a_configuration() -> None:
+def test_hyperparameters_are_read_from_a_configuration() -> None:
     config = {"hyperparameters": {"lr": {"type": "const", "val": 0.1}, "net": {"width": 3}}, "data": {"path": "x"}}
     context = pytorch.init(exp_conf=config)
     assert context.hparams == {"lr": 0.1, "net": {"width": 3}}
@@ -98,7 +94,7 @@ def test_hyperparameters_come_from_a_configuration() -> None:
     assert context.get_experiment_config() == config
 
 
-def test_aggregation_comes_from_a_configuration() -> None:
+def test_aggregation_is_read_from_a_configuration() -> None:
     assert pytorch.init(exp_conf={"optimizations": {"aggregation_frequency": 4}}).aggregation_frequency == 4
     with pytest.raises(ConfigError, match="aggregation_frequency: expected at least 1, got 0"):
         pytorch.init(hparams={}, aggregation_frequency=0)
@@ -111,14 +107,14 @@ def test_a_section_of_the_configuration_may_be_empty(section: str) -> None:
 
 
 @pytest.mark.parametrize("section", ["reproducibility", "optimizations", "searcher"])
-def test_a_section_of_the_configuration_is_a_mapping(section: str) -> None:
+def test_a_section_of_the_configuration_must_be_a_mapping(section: str) -> None:
     with pytest.raises(ConfigError, match=f"{section}: expected settings by name, got 'random'"):
         trial, context = make(exp_conf={section: "random"})
         context.fit(trial, max_length=Batch(1))
 
 
-def test_a_job_has_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told(tmp_path, monkeypatch, kind="job", config={"data": {"trial_id": 7}})
+def test_a_job_rejects_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reported(tmp_path, monkeypatch, kind="job", config={"data": {"trial_id": 7}})
     context = pytorch.init()
     assert context.config_data["trial_id"] == 7
     with pytest.raises(ConfigError, match="this process runs a job"):
@@ -130,21 +126,21 @@ def test_records_per_epoch_is_not_ignored_silently() -> None:
         pytorch.init(exp_conf={"records_per_epoch": 100})
 
 
-def test_checkpoints_go_where_the_configuration_says(tmp_path: Path) -> None:
+def test_checkpoints_are_stored_where_the_configuration_specifies(tmp_path: Path) -> None:
     config = {"checkpoint_storage": {"type": "shared_fs", "host_path": str(tmp_path), "storage_path": "mine"}}
     assert pytorch.init(exp_conf=config).directory == tmp_path / "mine" / "trial_0"
     assert pytorch.init(hparams={}).directory == Path("checkpoints/trial_0")
     assert pytorch.init(hparams={}, checkpoint_dir=None).directory is None
 
 
-def test_a_restarted_trial_goes_on_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restarted_trial_resumes_automatically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     straight, straight_context = make()
     straight_context.fit(straight, max_length=Epoch(2))
     folder = tmp_path / "run"
-    told(tmp_path, monkeypatch, directory=str(folder))
+    reported(tmp_path, monkeypatch, directory=str(folder))
     first, first_context = make("auto")
     first_context.fit(first, max_length=Batch(8))
-    told(tmp_path, monkeypatch, directory=str(folder), latest_checkpoint=str(folder / "ck_epoch_1_iter_8"))
+    reported(tmp_path, monkeypatch, directory=str(folder), latest_checkpoint=str(folder / "ck_epoch_1_iter_8"))
     second, second_context = make("auto")
     second_context.fit(second, max_length=Epoch(2))
     assert len(second.seen) == 4
@@ -155,7 +151,7 @@ def test_a_restarted_trial_goes_on_by_itself(tmp_path: Path, monkeypatch: pytest
 # ------------------------------------------------------------------ batch sizes
 
 
-def test_per_slot_batch_sizes() -> None:
+def test_the_per_slot_batch_size_divides_the_global_one() -> None:
     context = pytorch.init(
         hparams={"global_batch_size": 8},
         distributed=DistributedContext(rank=1, size=4, local_rank=1, local_size=4),
@@ -174,14 +170,14 @@ def test_a_global_batch_size_must_be_a_number() -> None:
 # ------------------------------------------------------------------ wrapping
 
 
-def test_a_schedule_of_an_unwrapped_optimizer_is_refused() -> None:
+def test_a_schedule_of_an_unwrapped_optimizer_is_rejected() -> None:
     context = pytorch.init(hparams={}, checkpoint_dir=None)
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
     with pytest.raises(ConfigError, match="call wrap_optimizer first"):
         context.wrap_lr_scheduler(StepLR(optimizer, 1), StepMode.STEP_EVERY_EPOCH)
 
 
-def test_a_plateau_schedule_is_stepped_by_hand_only() -> None:
+def test_a_plateau_schedule_requires_manual_steps() -> None:
     context = pytorch.init(hparams={}, checkpoint_dir=None)
     model = context.wrap_model(nn.Linear(1, 1))
     optimizer = context.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -196,12 +192,12 @@ def test_compression_is_not_ignored_silently() -> None:
         context.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), fp16_compression=True)
 
 
-def test_apex_is_refused() -> None:
+def test_apex_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"call context\.experimental\.use_amp\(\), or wrap_scaler with a scaler"):
         pytorch.init(hparams={}, checkpoint_dir=None).configure_apex_amp(None, None, opt_level="O1")
 
 
-def test_a_scaler_that_was_not_wrapped_is_refused() -> None:
+def test_a_scaler_that_was_not_wrapped_is_rejected() -> None:
     class Scaled(Classifier):
         def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
             loss = nn.functional.cross_entropy(self.model(batch[0]), batch[1])
@@ -214,7 +210,7 @@ def test_a_scaler_that_was_not_wrapped_is_refused() -> None:
         context.fit(trial, max_length=Batch(1))
 
 
-def test_backward_takes_what_torch_takes() -> None:
+def test_backward_accepts_the_arguments_of_torch() -> None:
     class Twice(Classifier):
         def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
             losses = nn.functional.cross_entropy(self.model(batch[0]), batch[1], reduction="none")
@@ -232,7 +228,7 @@ def test_backward_takes_what_torch_takes() -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
 
 
-def test_gradients_stay_where_the_trial_clears_them_itself() -> None:
+def test_gradients_are_kept_if_the_trial_clears_them() -> None:
     class Keeping(Classifier):
         def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
             loss = nn.functional.cross_entropy(self.model(batch[0]), batch[1])
@@ -248,7 +244,7 @@ def test_gradients_stay_where_the_trial_clears_them_itself() -> None:
     assert trial.kept == [True, False]
 
 
-def test_batches_stay_where_they_are_if_the_trial_moves_them() -> None:
+def test_batches_are_not_moved_if_the_trial_moves_them() -> None:
     class Moving(Classifier):
         def __init__(self, context: Any) -> None:
             super().__init__(context)
@@ -266,7 +262,7 @@ def test_batches_stay_where_they_are_if_the_trial_moves_them() -> None:
     assert moved == []
 
 
-def test_a_request_to_stop_cannot_be_taken_back() -> None:
+def test_a_stop_request_cannot_be_withdrawn() -> None:
     class Wavering(Classifier):
         def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
             self.context.set_stop_requested(False)
@@ -286,7 +282,7 @@ class Unwilling(Classifier):
 
 
 @pytest.mark.parametrize(("aggregation", "batches"), [(1, 1), (3, 3)])
-def test_a_stop_that_the_constructor_requests_ends_training_after_the_first_update(
+def test_a_stop_requested_in_the_constructor_ends_after_the_first_update(
     aggregation: int, batches: int, tmp_path: Path
 ) -> None:
     trial, context = make(tmp_path, trial_class=Unwilling, aggregation_frequency=aggregation)
@@ -299,7 +295,7 @@ def test_a_stop_that_the_constructor_requests_ends_training_after_the_first_upda
     assert len(trial.seen) == 6
 
 
-def test_a_stop_that_is_requested_between_trainer_and_fit_is_not_lost() -> None:
+def test_a_stop_requested_between_trainer_and_fit_is_kept() -> None:
     with pytorch.init(hparams={}, checkpoint_dir=None, verbose=False) as context:
         trial = Classifier(context)
         trainer = pytorch.Trainer(trial, context)
@@ -308,7 +304,7 @@ def test_a_stop_that_is_requested_between_trainer_and_fit_is_not_lost() -> None:
     assert len(trial.seen) == 1
 
 
-def test_a_stop_that_is_requested_before_training_can_be_taken_back() -> None:
+def test_a_stop_requested_before_training_can_be_withdrawn() -> None:
     trial, context = make(trial_class=Unwilling)
     trial.context.set_stop_requested(False)
     context.fit(trial, max_length=Batch(2))
@@ -336,7 +332,7 @@ def test_a_trial_may_differentiate_and_return_a_loss_with_one_element(tmp_path: 
     assert rows[0] == rows[1] == rows[2]
 
 
-def test_the_other_processes_are_told_why_a_script_ends() -> None:
+def test_the_other_processes_receive_the_reason_of_the_exit() -> None:
     class Listening(DistributedContext):
         reason: BaseException | None = None
 
@@ -366,14 +362,14 @@ def test_reports_are_written_line_by_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("max_length", "expected"), [(Epoch(2), [1 / 3, 2 / 3, 1]), (Batch(10), [0.4, 0.8, 1])])
-def test_progress_is_a_share_of_the_length(tmp_path: Path, max_length: Any, expected: list[float]) -> None:
+def test_progress_is_a_fraction_of_the_length(tmp_path: Path, max_length: Any, expected: list[float]) -> None:
     trial, context = make(tmp_path)
     context.fit(trial, max_length=max_length, reporting_period=Batch(4))
     rows = read_metrics(tmp_path / "trial_0" / "metrics.jsonl")
     assert [row["progress"] for row in rows if "progress" in row] == pytest.approx(expected)
 
 
-def test_tensorboard_has_the_reports_and_what_the_trial_writes(tmp_path: Path) -> None:
+def test_tensorboard_has_the_reports_and_the_scalars_of_the_trial(tmp_path: Path) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
     class Writing(Classifier):
@@ -390,7 +386,7 @@ def test_tensorboard_has_the_reports_and_what_the_trial_writes(tmp_path: Path) -
     assert found.Scalars("training/loss")[-1].step == 6
 
 
-def test_nothing_is_written_where_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_storage_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     trial, context = make()
     context.fit(trial, max_length=Epoch(1))
@@ -404,13 +400,13 @@ def test_a_profile_is_written_on_request(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("given", "profiles"), [(None, True), (False, False)])
-def test_the_configuration_may_ask_for_a_profile(tmp_path: Path, given: bool | None, profiles: bool) -> None:
+def test_the_configuration_may_enable_a_profile(tmp_path: Path, given: bool | None, profiles: bool) -> None:
     trial, context = make(tmp_path, exp_conf={"profiling": {"enabled": True}})
     context.fit(trial, max_length=Epoch(1), profiling_enabled=given)
     assert (tmp_path / "trial_0" / "profile").exists() is profiles
 
 
-def test_a_profiler_of_the_trials_own_steps_with_every_batch(tmp_path: Path) -> None:
+def test_a_profiler_of_the_trial_steps_with_every_batch(tmp_path: Path) -> None:
     steps: list[int] = []
 
     class Profiled(Classifier):
@@ -426,7 +422,7 @@ def test_a_profiler_of_the_trials_own_steps_with_every_batch(tmp_path: Path) -> 
     assert max(steps) == 4
 
 
-def test_hyperparameters_that_a_trial_refuses_are_written_down(tmp_path: Path) -> None:
+def test_hyperparameters_rejected_by_a_trial_are_recorded(tmp_path: Path) -> None:
     class Refusing(Classifier):
         def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
             raise InvalidHP("too wide")

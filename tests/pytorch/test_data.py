@@ -53,13 +53,13 @@ def shuffled(length: int = 10, batch_size: int = 3, **options: Any) -> DataLoade
 # The constructor
 
 
-def test_its_arguments_are_those_of_torch_in_the_same_order() -> None:
+def test_the_data_loader_has_the_arguments_of_torch_in_order() -> None:
     ours = inspect.signature(DataLoader.__init__).parameters
     theirs = inspect.signature(torch_data.DataLoader.__init__).parameters
     assert list(ours)[: len(theirs)] == list(theirs)
 
 
-def test_its_batches_are_those_of_torch() -> None:
+def test_the_data_loader_gives_the_batches_of_torch() -> None:
     torch.manual_seed(0)
     expected = lists(torch_data.DataLoader(Counting(10), 3, True))
     torch.manual_seed(0)
@@ -69,7 +69,7 @@ def test_its_batches_are_those_of_torch() -> None:
 # A seed
 
 
-def test_a_seeded_loader_has_an_order_by_seed_and_epoch_alone() -> None:
+def test_the_order_of_a_seeded_loader_depends_only_on_seed_and_epoch() -> None:
     loader = shuffled().seeded(7)
     epochs = [lists(loader) for _ in range(3)]
     again = shuffled().seeded(7)
@@ -78,7 +78,7 @@ def test_a_seeded_loader_has_an_order_by_seed_and_epoch_alone() -> None:
     assert lists(again) == epochs[2] != epochs[1]
 
 
-def test_a_seeded_loader_is_the_loader_that_was_given_the_seed() -> None:
+def test_seeding_a_loader_equals_constructing_it_with_the_seed() -> None:
     assert lists(shuffled().seeded(7)) == lists(shuffled(seed=7))
 
 
@@ -120,7 +120,7 @@ def test_a_seeded_loader_keeps_every_other_setting() -> None:
     ],
     ids=lambda options: "-".join(options) or "in order",
 )
-def test_a_loader_with_an_order_of_its_own_keeps_it(options: dict[str, Any]) -> None:
+def test_a_loader_with_a_custom_order_keeps_it(options: dict[str, Any]) -> None:
     loader = DataLoader(Counting(10), **options)
     assert loader.seeded(1) is loader
 
@@ -130,7 +130,7 @@ def test_seeding_a_seeded_loader_again_changes_nothing() -> None:
     assert loader.seeded(2) is loader
 
 
-def test_a_loader_of_a_subclass_stays_what_it_is() -> None:
+def test_a_loader_of_a_subclass_keeps_its_type() -> None:
     class Own(DataLoader[int]):
         pass
 
@@ -159,7 +159,7 @@ def test_skipped_batches_are_left_out_of_the_first_pass_and_never_read() -> None
 
 
 @given(length=st.integers(1, 12), batch_size=st.integers(1, 4), num_replicas=st.integers(1, 4))
-def test_the_shares_of_a_pass_together_are_the_whole(length: int, batch_size: int, num_replicas: int) -> None:
+def test_the_shards_of_a_pass_form_the_whole(length: int, batch_size: int, num_replicas: int) -> None:
     loader = shuffled(length, batch_size, seed=1)
     shares = [loader.get_data_loader(num_replicas=num_replicas, rank=rank) for rank in range(num_replicas)]
     assert sorted(batch for share in shares for batch in lists(share)) == sorted(
@@ -167,7 +167,7 @@ def test_the_shares_of_a_pass_together_are_the_whole(length: int, batch_size: in
     )
 
 
-def test_sharing_an_order_that_nobody_agrees_on_is_refused() -> None:
+def test_sharding_an_unseeded_order_is_rejected() -> None:
     sentence = "shuffle: processes that share the batches must agree on their order: give the loader a seed"
     for repeat in (False, True):
         with pytest.raises(DataError, match=sentence):
@@ -177,7 +177,7 @@ def test_sharing_an_order_that_nobody_agrees_on_is_refused() -> None:
 # Endless passes
 
 
-def test_a_repeating_loader_begins_each_epoch_in_its_own_order() -> None:
+def test_a_repeating_loader_starts_each_epoch_in_a_new_order() -> None:
     loader = shuffled(seed=1)
     epochs = [lists(loader) for _ in range(3)]
     repeated = shuffled(seed=1).get_data_loader(repeat=True)
@@ -192,7 +192,7 @@ def test_a_repeating_loader_begins_each_epoch_in_its_own_order() -> None:
     num_replicas=st.integers(1, 4),
     skip=st.integers(0, 12),
 )
-def test_endless_shares_are_dealt_in_turn_and_skip_their_own(
+def test_endless_shards_alternate_and_skip_their_batches(
     length: int, batch_size: int, num_replicas: int, skip: int
 ) -> None:
     whole = lists(shuffled(length, batch_size, seed=1).get_data_loader(repeat=True), (skip + 5) * num_replicas)
@@ -210,7 +210,7 @@ def test_skipping_whole_epochs_reads_no_sample() -> None:
 
 
 @pytest.mark.parametrize("skip", [0, 1, 4, 5, 9])
-def test_a_generator_is_where_the_skipped_epochs_would_have_left_it(skip: int) -> None:
+def test_after_skipped_epochs_a_generator_is_advanced(skip: int) -> None:
     def repeated(skip: int) -> list[list[int]]:
         loader = shuffled(generator=torch.Generator().manual_seed(5))
         return lists(loader.get_data_loader(repeat=True, skip=skip), 12 - skip)
@@ -218,24 +218,24 @@ def test_a_generator_is_where_the_skipped_epochs_would_have_left_it(skip: int) -
     assert repeated(skip) == repeated(0)[skip:]
 
 
-def test_data_in_memory_repeats_in_the_same_order_as_any_other() -> None:
+def test_in_memory_data_repeats_in_the_same_order_as_any_other() -> None:
     in_memory = DataLoader(TensorDataset(torch.arange(10)), 3, shuffle=True, seed=1)
     batches = [batch.tolist() for (batch,) in islice(in_memory.get_data_loader(repeat=True, skip=2), 9)]
     assert batches == lists(shuffled(seed=1).get_data_loader(repeat=True, skip=2), 9)
 
 
-def test_two_iterations_of_a_repeating_loader_are_the_same() -> None:
+def test_two_iterations_of_a_repeating_loader_are_equal() -> None:
     repeated = shuffled(seed=1).get_data_loader(repeat=True, skip=1)
     assert lists(repeated, 6) == lists(repeated, 6)
 
 
-def test_a_stream_repeats_and_is_shared_in_turn() -> None:
+def test_a_stream_repeats_and_is_sharded_in_turn() -> None:
     loader = DataLoader(Stream(5), 2)
     assert lists(loader.get_data_loader(True, skip=1, num_replicas=2, rank=1), 3) == [[0, 1], [4], [2, 3]]
 
 
 @pytest.mark.parametrize("samples", [Counting(0), Stream(0)])
-def test_repeating_nothing_is_an_error_and_not_an_endless_loop(samples: Any) -> None:
+def test_repeating_empty_data_raises_instead_of_looping(samples: Any) -> None:
     with pytest.raises(DataError, match="a loader without batches cannot be repeated"):
         next(iter(DataLoader(samples).get_data_loader(repeat=True)))
 
@@ -248,7 +248,7 @@ def test_repeating_nothing_is_an_error_and_not_an_endless_loop(samples: Any) -> 
     ],
 )
 @pytest.mark.parametrize("repeat", [True, False])
-def test_a_share_that_is_not_there_is_refused(options: dict[str, int], sentence: str, repeat: bool) -> None:
+def test_a_shard_out_of_range_is_rejected(options: dict[str, int], sentence: str, repeat: bool) -> None:
     with pytest.raises(DataError, match=sentence):
         DataLoader(Counting(3)).get_data_loader(repeat, **options)
 
@@ -270,7 +270,7 @@ class Movable:
         return Movable(device)
 
 
-def test_arrays_become_tensors_and_objects_move_themselves(caplog: pytest.LogCaptureFixture) -> None:
+def test_arrays_become_tensors_and_objects_with_to_are_moved(caplog: pytest.LogCaptureFixture) -> None:
     words = np.array(["a", "b"])
     values = {"x": np.arange(3), "pair": (torch.ones(2), [np.float32(2.0), True]), "it": Movable(), "words": words}
     moved = pytorch.to_device({**values, "text": ["a", None, []]}, torch.device("meta"))
@@ -282,7 +282,7 @@ def test_arrays_become_tensors_and_objects_move_themselves(caplog: pytest.LogCap
     assert caplog.messages == ["a ndarray in the data cannot be moved to the device and is left unchanged"]
 
 
-def test_a_type_that_cannot_be_moved_has_one_log_record(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_type_that_cannot_be_moved_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     known: set[type] = set()
     for _ in range(2):
         pytorch.to_device([object(), {1, 2}], "cpu", known)
@@ -290,14 +290,14 @@ def test_a_type_that_cannot_be_moved_has_one_log_record(caplog: pytest.LogCaptur
     assert len(caplog.messages) == 2
 
 
-def test_data_that_is_there_already_is_not_copied() -> None:
+def test_data_on_the_device_is_not_copied() -> None:
     batch = (torch.ones(2), {"y": torch.zeros(1)})
     assert pytorch.to_device(batch, "cpu") is batch
 
 
 @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: [x], lambda x: (x, x), lambda x: {"a": x}])
 @pytest.mark.parametrize("kind", [torch.zeros, np.zeros])
-def test_the_length_of_data_is_that_of_its_first_array(wrap: Any, kind: Any) -> None:
+def test_the_length_of_data_is_the_length_of_its_first_array(wrap: Any, kind: Any) -> None:
     assert pytorch.data_length(wrap(kind((4, 2)))) == 4
 
 

@@ -520,13 +520,13 @@ def rows() -> dict[str, list[str]]:
     return {found[0].replace("()", "\0").partition("(")[0].replace("\0", "()"): found for found in spans}
 
 
-def test_every_row_has_a_check_and_every_check_a_row() -> None:
+def test_every_row_of_the_names_table_has_a_check() -> None:
     assert list(rows()) == list(CHECKS)
 
 
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
 @pytest.mark.parametrize("row", CHECKS)
-def test_what_is_said_to_run_unchanged_runs(row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_name_listed_as_unchanged_works(row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = inspect.getsource(CHECKS[row]) + inspect.getsource(Trial)
     words = {word for span in rows()[row] for word in re.findall(r"[a-zA-Z_]{3,}", span)}
     not_called = {word for word in words - {"determined", "context", "with", "cls"} if word not in source}

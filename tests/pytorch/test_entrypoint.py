@@ -150,7 +150,7 @@ def test_a_class_trains_as_a_script_with_the_same_settings(folder: Path) -> None
         ("{name: async_halving, metric: loss, num_rungs: 1, max_trials: 1, time_metric: epochs, max_time: 1}", 6),
     ],
 )
-def test_the_length_of_a_class_is_that_of_the_searcher(folder: Path, searcher: str, batches: int) -> None:
+def test_the_length_of_a_class_trial_is_that_of_the_searcher(folder: Path, searcher: str, batches: int) -> None:
     (folder / "length.yaml").write_text(f"{CONSTANTS}\nsearcher: {searcher}\n")
     found = rows(folder, "--config", "length.yaml", "model_def:OneVar")
     assert max(row["steps_completed"] for row in found if "group" in row) == batches
@@ -188,7 +188,7 @@ def test_invalid_hyperparameters_in_the_constructor_are_reported(folder: Path) -
         (["model_def:OneVar"], "searcher.max_length: missing: how long to train model_def:OneVar"),
     ],
 )  # fmt: skip
-def test_a_mistake_about_the_class_is_one_sentence(folder: Path, arguments: list[str], sentence: str) -> None:
+def test_a_mistake_in_the_class_name_raises_one_sentence(folder: Path, arguments: list[str], sentence: str) -> None:
     done = launch(folder, *arguments)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
@@ -203,6 +203,6 @@ def test_an_error_in_the_module_keeps_its_traceback(folder: Path) -> None:
     assert done.stderr.splitlines()[-1] == "ModuleNotFoundError: No module named 'not_there'"
 
 
-def test_a_module_that_is_not_there_is_named() -> None:
+def test_a_missing_module_is_named() -> None:
     with pytest.raises(ConfigError, match="expected the name of a module and a class, got 'not_there:A': No module"):
         load_trial_class("not_there:A")

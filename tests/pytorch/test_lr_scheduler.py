@@ -18,7 +18,7 @@ def halving(lr: float = 1.0) -> StepLR:
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
-def test_it_is_the_scheduler_by_the_same_names() -> None:
+def test_the_wrapper_exposes_the_names_of_the_scheduler() -> None:
     scheduler = halving()
     wrapped = LRScheduler(scheduler, StepMode.MANUAL_STEP)
     wrapped.step()
@@ -46,26 +46,26 @@ def test_a_metric_reaches_a_plateau_scheduler() -> None:
         (StepMode.MANUAL_STEP, "manual"),
     ],
 )
-def test_each_mode_is_an_interval_of_the_loop(mode: LRScheduler.StepMode, interval: str) -> None:
+def test_each_step_mode_is_an_interval_of_the_loop(mode: LRScheduler.StepMode, interval: str) -> None:
     scheduler = halving()
     bound = LRScheduler(scheduler, step_mode=mode, frequency=3).bound()
     assert (bound.scheduler, bound.interval, bound.frequency) == (scheduler, interval, 3)
 
 
 @pytest.mark.parametrize("frequency", [0, -1, 1.5, True])
-def test_a_frequency_is_a_whole_number_from_1_on(frequency: Any) -> None:
+def test_a_frequency_must_be_a_positive_integer(frequency: Any) -> None:
     with pytest.raises(ConfigError, match=f"^frequency: expected a whole number from 1 on, got {frequency!r}$"):
         LRScheduler(halving(), StepMode.STEP_EVERY_EPOCH, frequency)
 
 
-def test_a_mode_is_one_of_the_modes() -> None:
+def test_an_unknown_step_mode_is_rejected() -> None:
     given: Any = "epoch"
     with pytest.raises(ConfigError, match=r"^step_mode: expected one of LRScheduler.StepMode \(.*\), got 'epoch'$"):
         LRScheduler(halving(), given)
 
 
 @pytest.mark.parametrize("mode", [mode for mode in StepMode if mode is not StepMode.MANUAL_STEP])
-def test_a_plateau_scheduler_is_stepped_by_hand_only(mode: LRScheduler.StepMode) -> None:
+def test_a_plateau_scheduler_requires_manual_steps(mode: LRScheduler.StepMode) -> None:
     scheduler = ReduceLROnPlateau(SGD([torch.zeros(1)], lr=1.0))
     with pytest.raises(ConfigError, match=f"expected MANUAL_STEP for ReduceLROnPlateau.*, got {mode.name}"):
         LRScheduler(scheduler, mode)

@@ -22,19 +22,19 @@ def alone(own: Any) -> list[Any]:
     return [own]
 
 
-def nobody(own: Any) -> list[Any]:
+def no_slot(own: Any) -> list[Any]:
     raise AssertionError("nothing to exchange")
 
 
 def reduced(slots: list[Batches], how: Any = Reducer.AVG) -> list[dict[str, float]]:
     """Return what every slot gets, where `slots` are the batches of each and each is a thread."""
     messages: list[Any] = [None] * len(slots)
-    all_told = Barrier(len(slots), timeout=120)
+    all_reported = Barrier(len(slots), timeout=120)
 
     def slot(rank: int) -> dict[str, float]:
         def exchange(own: Any) -> list[Any]:
             messages[rank] = own
-            all_told.wait()
+            all_reported.wait()
             return messages
 
         batches = slots[rank]
@@ -55,23 +55,23 @@ def test_an_average_is_weighted_by_samples() -> None:
 @pytest.mark.parametrize(
     ("how", "value"), [(Reducer.AVG, -0.5), (Reducer.SUM, 6.0), (Reducer.MAX, 9.0), (Reducer.MIN, -3.0)]
 )
-def test_each_rule_does_what_its_name_says(how: Reducer, value: float) -> None:
+def test_each_reduction_rule_computes_its_known_answer(how: Reducer, value: float) -> None:
     first, second = [({"x": 0.0}, 1), ({"x": 9.0}, 1)], [({"x": -3.0}, 4)]
     assert reduced([first, second], how) == [{"x": value}] * 2
 
 
-def test_a_metric_may_have_a_rule_of_its_own_and_is_averaged_without() -> None:
+def test_a_metric_may_have_a_separate_rule_and_is_averaged_by_default() -> None:
     batches = [({"loss": 1.0, "worst": 1.0, "seen": 2}, 2), ({"loss": 4.0, "worst": 7.0, "seen": 1}, 1)]
     rules = {"worst": Reducer.MAX, "seen": Reducer.SUM}
     assert reduced([batches], rules) == [{"loss": 2.0, "worst": 7.0, "seen": 3.0}]
 
 
-def test_a_slot_without_batches_takes_part_with_nothing() -> None:
+def test_a_slot_without_batches_contributes_nothing() -> None:
     batches: Batches = [({"loss": 1.0}, 2), ({"loss": 4.0}, 1)]
     assert reduced([[], batches, []]) == [{"loss": 2.0}] * 3
 
 
-def test_a_batch_without_samples_counts_for_nothing() -> None:
+def test_a_batch_without_samples_has_weight_zero() -> None:
     batches: Batches = [({"loss": 5.0}, 0), ({"loss": 2.0}, 2), ({"loss": math.nan}, 0)]
     assert reduced([batches], Reducer.SUM) == reduced([batches]) == [{"loss": 2.0}]
 
@@ -84,7 +84,7 @@ def test_a_batch_without_samples_counts_for_nothing() -> None:
     st.integers(1, 5),
     st.sampled_from(Reducer),
 )
-def test_any_number_of_slots_gives_what_one_gives(batches: Batches, num_slots: int, how: Reducer) -> None:
+def test_any_number_of_slots_gives_the_result_of_one(batches: Batches, num_slots: int, how: Reducer) -> None:
     (one,) = reduced([batches], how)
     many = reduced([batches[rank::num_slots] for rank in range(num_slots)], how)
     scale = max(abs(metrics["x"]) for metrics, _ in batches)
@@ -92,14 +92,14 @@ def test_any_number_of_slots_gives_what_one_gives(batches: Batches, num_slots: i
     assert many[0]["x"] == pytest.approx(one["x"], rel=1e-12, abs=1e-12 * (1 + scale))
 
 
-def test_sums_are_in_double_precision() -> None:
+def test_sums_are_computed_in_double_precision() -> None:
     batches: Batches = [({"x": torch.tensor(16_777_216.0)}, 1), ({"x": torch.tensor(1.0)}, 1)]
     assert reduced([batches], Reducer.SUM) == [{"x": 16_777_217.0}]
 
 
 @pytest.mark.parametrize("how", list(Reducer))
 @pytest.mark.parametrize("values", [[math.nan, 1.0], [1.0, math.nan]])
-def test_what_is_not_a_number_is_not_hidden(how: Reducer, values: list[float]) -> None:
+def test_nan_is_not_hidden_by_a_reduction(how: Reducer, values: list[float]) -> None:
     (metrics,) = reduced([[({"x": value}, 1) for value in values]], how)
     assert math.isnan(metrics["x"])
 
@@ -112,7 +112,7 @@ def test_a_value_may_be_any_kind_of_scalar(value: Any) -> None:
     assert reduced([[({"x": value}, 1)]]) == [{"x": 2.0}]
 
 
-def test_batches_without_metrics_have_none() -> None:
+def test_batches_without_metrics_give_no_metrics() -> None:
     assert reduced([[({}, 3)]]) == [{}]
 
 
@@ -142,12 +142,12 @@ def test_batches_without_metrics_have_none() -> None:
         ([({"x": None}, 1)], "evaluate_batch: the metric 'x' of batch 0: expected a number, got NoneType None"),
     ],
 )
-def test_metrics_that_do_not_fit_are_named(batches: Any, sentence: str) -> None:
+def test_metrics_that_do_not_fit_are_named_in_the_error(batches: Any, sentence: str) -> None:
     with pytest.raises(DataError, match=f"^{re.escape(sentence)}$"):
         reduce_validation([metrics for metrics, _ in batches], [size for _, size in batches], Reducer.AVG, alone)
 
 
-def test_a_metric_of_some_slots_only_is_named() -> None:
+def test_a_metric_missing_in_some_slots_is_named() -> None:
     with pytest.raises(DataError, match="the metric 'y' is there in some processes only"):
         reduced([[({"x": 1.0}, 1)], [({"x": 1.0, "y": 1.0}, 1)]])
 
@@ -158,9 +158,9 @@ def test_a_rule_for_an_unknown_metric_suggests_the_nearest() -> None:
 
 
 @pytest.mark.parametrize("how", ["avg", {"x": "avg"}, None])
-def test_a_rule_that_is_none_is_refused(how: Any) -> None:
+def test_an_unknown_reduction_rule_is_rejected(how: Any) -> None:
     with pytest.raises(ConfigError, match=r"expected AVG, SUM, MAX or MIN of pytorch\.Reducer, got "):
-        reduce_validation([{"x": 1.0}], [1], how, nobody)
+        reduce_validation([{"x": 1.0}], [1], how, no_slot)
 
 
 # Reducers of the user's own
@@ -190,14 +190,14 @@ class Extremes(Mean):
         return {"lowest": min(totals), "highest": max(totals)}
 
 
-def test_a_reducer_is_returned_as_it_is_and_sees_every_slot() -> None:
+def test_a_reducer_is_returned_unchanged_and_sees_every_slot() -> None:
     reducers, mean = Reducers(), Mean()
     assert reducers.wrap(mean, name="mean") is mean
     mean.update(3.0)
     assert reducers.reduce("train", lambda own: [own, [(9.0, 2)]]) == {"mean": 4.0}
 
 
-def test_a_function_gets_the_values_of_all_slots_in_the_order_of_the_batches() -> None:
+def test_a_reducer_function_gets_the_values_of_all_slots_in_batch_order() -> None:
     reducers = Reducers()
     collected = reducers.wrap(list, name="values")
     assert isinstance(collected, FunctionReducer)
@@ -206,7 +206,7 @@ def test_a_function_gets_the_values_of_all_slots_in_the_order_of_the_batches() -
     assert reducers.reduce("valid", lambda own: [own, [[1, 4]], [[2, 5]]]) == {"values": [0, 1, 2, 3, 4, 5, 6]}
 
 
-def test_a_function_gets_tensors_without_their_history() -> None:
+def test_a_reducer_function_gets_detached_tensors() -> None:
     collected = FunctionReducer(list)
     collected.update({"loss": torch.ones(1, requires_grad=True) * 2})
     ((value,),) = [collected.per_slot_reduce()]
@@ -214,7 +214,7 @@ def test_a_function_gets_tensors_without_their_history() -> None:
     assert value["loss"].tolist() == [2.0]
 
 
-def test_resetting_forgets_what_was_given() -> None:
+def test_reset_clears_a_reducer() -> None:
     reducers = Reducers()
     collected, mean = reducers.wrap(len, name="number"), reducers.wrap(Mean(), name="mean", for_validation=False)
     assert isinstance(collected, FunctionReducer)
@@ -234,7 +234,7 @@ def test_a_reducer_without_a_name_gives_several_metrics() -> None:
 
 def test_all_reducers_share_one_exchange_and_none_needs_none() -> None:
     reducers = Reducers()
-    assert reducers.reduce("train", nobody) == {}
+    assert reducers.reduce("train", no_slot) == {}
     reducers.wrap(sum, name="sum")
     reducers.wrap(len, name="len")
     messages: list[Any] = []
@@ -248,14 +248,14 @@ def test_all_reducers_share_one_exchange_and_none_needs_none() -> None:
 
 
 @pytest.mark.parametrize(("for_training", "for_validation"), [(True, False), (False, True)])
-def test_a_reducer_takes_part_in_its_stages_only(for_training: bool, for_validation: bool) -> None:
+def test_a_reducer_is_used_only_in_its_stages(for_training: bool, for_validation: bool) -> None:
     reducers = Reducers()
     reducers.wrap(len, name="len", for_training=for_training, for_validation=for_validation)
     assert bool(reducers.reduce("train", alone)) is for_training
     assert bool(reducers.reduce("valid", alone)) is bool(reducers.reduce("test", alone)) is for_validation
 
 
-def test_a_name_is_free_in_the_other_stage() -> None:
+def test_a_reducer_name_may_be_reused_in_the_other_stage() -> None:
     reducers = Reducers()
     reducers.wrap(len, name="x", for_validation=False)
     reducers.wrap(sum, name="x", for_training=False)
@@ -263,7 +263,7 @@ def test_a_name_is_free_in_the_other_stage() -> None:
         reducers.wrap(max, name="x")
 
 
-def test_two_reducers_that_give_the_same_metric_are_refused() -> None:
+def test_two_reducers_with_the_same_metric_are_rejected() -> None:
     reducers = Reducers()
     reducers.wrap(len, name="lowest")
     reducers.wrap(Extremes())

@@ -18,7 +18,9 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
-def test_a_writer_of_determined_writes_where_the_context_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_determined_writer_writes_to_the_folder_of_the_context(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from dovetail.tensorboard.metric_writers.pytorch import TorchWriter
 
     monkeypatch.chdir(tmp_path)

@@ -27,7 +27,7 @@ BATCHES = -(-NUM_TRAINED // 8)
 
 
 def by_hand(epochs: int, order: list[list[int]] | None = None) -> nn.Module:
-    """The classifier, trained by the loop that everybody writes."""
+    """The classifier, trained by a hand-written loop."""
     trial, _ = make()
     x, y = make_data(NUM_TRAINED).tensors
     model: nn.Module = trial.model
@@ -44,13 +44,13 @@ def by_hand(epochs: int, order: list[list[int]] | None = None) -> nn.Module:
 # ------------------------------------------------------------------ training
 
 
-def test_a_trial_trains_as_by_hand() -> None:
+def test_a_trial_trains_as_a_hand_written_loop() -> None:
     trial, context = make(hparams={"shuffle": False})
     context.fit(trial, max_length=Epoch(3))
     assert_same_weights(trial.model, by_hand(3))
 
 
-def test_the_shipped_spelling_and_that_of_the_seed_agree() -> None:
+def test_our_spelling_and_that_of_the_seed_document_agree() -> None:
     trial, context = make()
     metrics = Trainer(trial, context).fit(max_length=Epoch(2))
     other, other_context = make()
@@ -58,7 +58,7 @@ def test_the_shipped_spelling_and_that_of_the_seed_agree() -> None:
     assert_same_weights(trial.model, other.model)
 
 
-def test_a_trial_that_optimises_nothing_itself_is_optimised_by_the_loop() -> None:
+def test_a_trial_that_calls_no_optimizer_is_optimized_by_the_loop() -> None:
     class Lazy(Classifier):
         def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
             return nn.functional.cross_entropy(self.model(batch[0]), batch[1])
@@ -103,19 +103,19 @@ def test_train_batch_sees_epoch_and_absolute_batch_indices() -> None:
 @pytest.mark.parametrize(
     ("length", "batches"), [(Epoch(2), 2 * BATCHES), (Batch(7), 7), (Records(20), 3), ({"batches": 4}, 4)]
 )
-def test_max_length_in_every_unit(length: Any, batches: int) -> None:
+def test_max_length_works_in_every_unit(length: Any, batches: int) -> None:
     trial, context = make()
     context.fit(trial, max_length=length)
     assert len(trial.seen) == batches
 
 
-def test_max_length_comes_from_the_configuration_where_fit_does_not_say() -> None:
+def test_max_length_is_read_from_the_configuration_by_default() -> None:
     trial, context = make(exp_conf={"searcher": {"max_length": {"batches": 5}}})
     context.fit(trial)
     assert len(trial.seen) == 5
 
 
-def test_a_second_fit_goes_on() -> None:
+def test_a_second_fit_continues() -> None:
     trial, context = make()
     context.fit(trial, max_length=Epoch(1))
     context.fit(trial, max_length=Epoch(3))
@@ -124,7 +124,7 @@ def test_a_second_fit_goes_on() -> None:
     assert_same_weights(trial.model, straight.model)
 
 
-def test_every_epoch_has_an_order_of_its_own_that_the_seed_alone_decides() -> None:
+def test_every_epoch_has_a_different_order_that_depends_only_on_the_seed() -> None:
     def seen(seed: int, noise: int) -> list[list[float]]:
         class Watching(Classifier):
             def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
@@ -144,7 +144,7 @@ def test_every_epoch_has_an_order_of_its_own_that_the_seed_alone_decides() -> No
     assert sorted(chain(*first[:BATCHES])) == sorted(chain(*first[BATCHES:]))
 
 
-def test_two_trials_of_one_context_do_not_mix() -> None:
+def test_two_trials_of_one_context_are_separate() -> None:
     context = pytorch.init(hparams={"shuffle": False}, checkpoint_dir=None, verbose=False)
     one, other = context.build_trial(Classifier), context.build_trial(Classifier)
     context.fit(one, max_length=Epoch(1))
@@ -153,7 +153,7 @@ def test_two_trials_of_one_context_do_not_mix() -> None:
     assert_same_weights(other.model, by_hand(3))
 
 
-def test_a_context_keeps_no_trial_that_nobody_else_has() -> None:
+def test_a_context_does_not_keep_an_unreferenced_trial_alive() -> None:
     trial, context = make()
     context.fit(trial, max_length=Batch(1))
     gone = weakref.ref(trial)
@@ -165,7 +165,7 @@ def test_a_context_keeps_no_trial_that_nobody_else_has() -> None:
 # ------------------------------------------------------------------ updates
 
 
-def test_clipping_sees_averaged_gradients_and_only_those_of_the_optimizer() -> None:
+def test_clipping_sees_averaged_gradients_of_its_optimizer_only() -> None:
     norms: list[float] = []
 
     def clip(parameters: Any) -> None:
@@ -193,7 +193,7 @@ def test_aggregated_batches_equal_one_large_batch() -> None:
         torch.testing.assert_close(parameter, expected, rtol=0, atol=1e-12)
 
 
-def test_gradients_are_summed_where_the_trial_wants_sums() -> None:
+def test_gradients_are_summed_if_the_trial_requests_sums() -> None:
     class Summing(Classifier):
         def __init__(self, context: Any) -> None:
             super().__init__(context)
@@ -243,11 +243,11 @@ def rates_with(mode: Any, frequency: int = 1, aggregation: int = 4) -> list[int]
         (StepMode.MANUAL_STEP, 1, [0] * 13),
     ],
 )
-def test_schedules_with_aggregation(mode: Any, frequency: int, expected: list[int]) -> None:
+def test_schedules_step_correctly_with_aggregation(mode: Any, frequency: int, expected: list[int]) -> None:
     assert rates_with(mode, frequency) == expected
 
 
-def test_schedules_without_aggregation() -> None:
+def test_schedules_step_correctly_without_aggregation() -> None:
     assert rates_with(StepMode.STEP_EVERY_OPTIMIZER_STEP, 2, 1) == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6]
     assert rates_with(StepMode.STEP_EVERY_BATCH, 5, 1) == [0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2]
 
@@ -272,7 +272,7 @@ def test_a_manual_schedule_is_stepped_by_the_trial() -> None:
 # ------------------------------------------------------------------ precision
 
 
-def test_amp_by_one_line_equals_the_layer() -> None:
+def test_amp_in_one_line_equals_the_precision_layer() -> None:
     from dovetail.trainers import AMPTrainer
 
     class Mixed(Classifier):
@@ -297,7 +297,7 @@ def test_amp_by_one_line_equals_the_layer() -> None:
     assert_same_weights(trial.model, other.model)
 
 
-def test_a_scaler_of_the_trials_own_unscales_before_clipping_and_skips_overflows() -> None:
+def test_a_scaler_of_the_trial_unscales_before_clipping_and_skips_overflows() -> None:
     class Scaling(Classifier):
         def __init__(self, context: Any) -> None:
             super().__init__(context)
@@ -325,7 +325,7 @@ def test_a_scaler_of_the_trials_own_unscales_before_clipping_and_skips_overflows
     assert max(norm for norm in trial.norms if norm != torch.inf) < 1
 
 
-def test_two_ways_to_scale_are_refused() -> None:
+def test_two_loss_scalers_are_rejected() -> None:
     class Twice(Classifier):
         def __init__(self, context: Any) -> None:
             super().__init__(context)
@@ -365,7 +365,7 @@ class Counting(PyTorchCallback):
 
 @pytest.mark.parametrize("aggregation", [1, 4])
 @pytest.mark.parametrize("pause", [1, 3, 4, 6, 11, 12])
-def test_paused_and_resumed_is_the_same_as_undisturbed(tmp_path: Path, pause: int, aggregation: int) -> None:
+def test_a_paused_and_resumed_trial_equals_an_uninterrupted_one(tmp_path: Path, pause: int, aggregation: int) -> None:
     hparams = {"dropout": 0.5}
     settings: dict[str, Any] = {"aggregation_frequency": aggregation, "trial_class": Rich, "hparams": hparams}
     straight, straight_context = make(tmp_path / "a", **settings)
@@ -387,7 +387,7 @@ def test_paused_and_resumed_is_the_same_as_undisturbed(tmp_path: Path, pause: in
     assert second.made_with.get_initial_batch() == pause
 
 
-def test_a_stop_request_leaves_a_checkpoint_to_go_on_from(tmp_path: Path) -> None:
+def test_a_stop_request_writes_a_checkpoint_for_resuming(tmp_path: Path) -> None:
     class Stopping(Classifier):
         def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
             if batch_idx == 8 and not self.context.get_hparams().get("on"):
@@ -431,7 +431,7 @@ def test_policies(tmp_path: Path) -> None:
     assert checkpoint.load(tmp_path / "best" / "trial_0" / "best_ck")["progress"]["epoch"] == 2
 
 
-def test_best_follows_the_metric_of_the_searcher(tmp_path: Path) -> None:
+def test_best_uses_the_metric_of_the_searcher(tmp_path: Path) -> None:
     values = iter([0.2, 0.9, 0.5])
 
     class Planned(Classifier):
@@ -447,7 +447,7 @@ def test_best_follows_the_metric_of_the_searcher(tmp_path: Path) -> None:
     assert checkpoint.load(tmp_path / "trial_0" / "best_ck")["progress"]["epoch"] == 2
 
 
-def test_best_without_a_metric_that_it_could_mean_says_so(tmp_path: Path) -> None:
+def test_best_without_a_known_metric_raises_an_error(tmp_path: Path) -> None:
     class Odd(Classifier):
         def evaluate_batch(self, batch: Any) -> Any:
             return {"f1": 0.5}
@@ -458,7 +458,7 @@ def test_best_without_a_metric_that_it_could_mean_says_so(tmp_path: Path) -> Non
     assert names_in(tmp_path) == ["ck_epoch_1_iter_6"]
 
 
-def test_a_searcher_metric_that_is_missing_is_an_error() -> None:
+def test_a_missing_searcher_metric_is_an_error() -> None:
     trial, context = make(exp_conf={"searcher": {"metric": "f1"}})
     with pytest.raises(ConfigError, match=r"no number called 'f1' \(it has: loss, accuracy\)"):
         context.fit(trial, max_length=Epoch(1))
@@ -478,7 +478,7 @@ def test_periods(tmp_path: Path) -> None:
     assert len(rows.get_metric_values("valid_loss")) == 3
 
 
-def test_a_checkpoint_holds_all_that_determined_lists(tmp_path: Path) -> None:
+def test_a_checkpoint_holds_everything_listed_by_determined(tmp_path: Path) -> None:
     trial, context = make(tmp_path, trial_class=Rich, hparams={"dropout": 0.1}, exp_conf={"name": "it"})
     context.fit(trial, max_length=Epoch(1))
     state = checkpoint.load(tmp_path / "trial_0" / "ck_epoch_1_iter_6")
@@ -496,7 +496,7 @@ def test_a_checkpoint_holds_all_that_determined_lists(tmp_path: Path) -> None:
     assert "class Rich(Classifier)" in own["code"]["test_trainer.py"]
 
 
-def test_what_callbacks_add_to_a_checkpoint_comes_back(tmp_path: Path) -> None:
+def test_state_added_by_callbacks_is_restored(tmp_path: Path) -> None:
     class Keeping(PyTorchCallback):
         loaded: Any = None
 
@@ -515,7 +515,7 @@ def test_what_callbacks_add_to_a_checkpoint_comes_back(tmp_path: Path) -> None:
     assert keeping.loaded == {"numbers": [1, 2]}
 
 
-def test_files_that_a_callback_adds_to_a_checkpoint_do_no_harm(tmp_path: Path) -> None:
+def test_files_added_to_a_checkpoint_by_a_callback_are_harmless(tmp_path: Path) -> None:
     class Adding(PyTorchCallback):
         def on_checkpoint_write_end(self, checkpoint_dir: str) -> None:
             Path(checkpoint_dir, "mine.txt").write_text("kept")
@@ -582,7 +582,7 @@ class Recording(PyTorchCallback):
         self.log.append("shutdown")
 
 
-def test_hooks_in_their_order(tmp_path: Path) -> None:
+def test_trial_callback_hooks_are_called_in_order(tmp_path: Path) -> None:
     log: list[str] = []
 
     class Logged(Classifier):
@@ -661,7 +661,7 @@ class Collecting(PyTorchCallback):
         self.uploaded.append(uuid)
 
 
-def test_each_checkpoint_is_reported_once_by_an_id_that_fit_accepts(
+def test_each_checkpoint_is_reported_once_with_an_id_that_fit_accepts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -683,7 +683,7 @@ def test_each_checkpoint_is_reported_once_by_an_id_that_fit_accepts(
     assert_same_weights(again.model, straight.model)
 
 
-def test_a_best_checkpoint_that_is_written_alone_is_reported(tmp_path: Path) -> None:
+def test_a_best_checkpoint_written_alone_is_reported(tmp_path: Path) -> None:
     collecting = Collecting()
     trial, context = make(tmp_path, change=lambda it: it.callbacks.update(log=collecting))
     context.fit(trial, max_length=Batch(6), validation_period=Batch(3))
@@ -692,7 +692,7 @@ def test_a_best_checkpoint_that_is_written_alone_is_reported(tmp_path: Path) -> 
     assert checkpoint.inspect(collecting.uploaded[0]).step in (3, 6)
 
 
-def test_a_hook_from_before_epochs_were_numbered_is_called_with_a_warning() -> None:
+def test_a_hook_with_the_old_signature_is_called_with_a_warning() -> None:
     class Legacy(PyTorchCallback):
         calls = 0
 
@@ -719,7 +719,7 @@ def test_a_failing_trial_is_shut_down_and_keeps_its_error() -> None:
     assert log[-1] == "shutdown"
 
 
-def test_workloads_average_over_samples_since_the_last_report() -> None:
+def test_workload_metrics_average_over_samples_since_the_last_report() -> None:
     counting = Counting()
 
     class Numbers(Classifier):
@@ -736,7 +736,7 @@ def test_workloads_average_over_samples_since_the_last_report() -> None:
     ]
 
 
-def test_validation_before_the_first_batch() -> None:
+def test_validation_can_run_before_the_first_batch() -> None:
     log: list[str] = []
     trial, context = make(change=lambda it: it.callbacks.update(log=Recording(log)))
     context.fit(trial, max_length=Batch(1), step_zero_validation=True)
@@ -744,7 +744,7 @@ def test_validation_before_the_first_batch() -> None:
     assert log.count("validation") == 2
 
 
-def test_test_mode_does_one_of_each(tmp_path: Path) -> None:
+def test_test_mode_runs_one_batch_of_each_stage(tmp_path: Path) -> None:
     log: list[str] = []
     trial, context = make(tmp_path, change=lambda it: it.callbacks.update(log=Recording(log)))
     context.fit(trial, max_length=Epoch(100), test_mode=True, checkpoint_policy="none")
@@ -756,7 +756,7 @@ def test_test_mode_does_one_of_each(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ evaluation
 
 
-def test_reducers_of_evaluation() -> None:
+def test_evaluation_reducers_have_known_answers() -> None:
     class Reduced(Classifier):
         def evaluate_batch(self, batch: Any, batch_idx: int) -> Any:  # type: ignore[override]
             return {name: float(batch_idx) for name in ("avg", "sum", "max", "min")}
@@ -771,7 +771,7 @@ def test_reducers_of_evaluation() -> None:
     assert metrics == {"avg": pytest.approx((8 + 2 * 5) / 21), "sum": 3.0, "max": 2.0, "min": 0.0}
 
 
-def test_evaluation_of_the_full_dataset() -> None:
+def test_the_full_dataset_can_be_evaluated() -> None:
     class Full(Classifier):
         evaluate_batch = pytorch.PyTorchTrial.evaluate_batch  # type: ignore[assignment]
 
@@ -785,7 +785,7 @@ def test_evaluation_of_the_full_dataset() -> None:
     assert trial.model.training
 
 
-def test_both_ways_to_evaluate_are_refused() -> None:
+def test_two_evaluation_methods_are_rejected() -> None:
     class Both(Classifier):
         def evaluate_full_dataset(self, data_loader: Any) -> Any:
             return {}
@@ -827,7 +827,7 @@ def test_a_method_that_is_never_called_is_named() -> None:
     assert len(said) == 1
 
 
-def test_a_reducer_beside_the_evaluation_of_the_full_dataset_is_named() -> None:
+def test_a_reducer_with_a_full_dataset_evaluation_is_named() -> None:
     class Full(Classifier):
         evaluate_batch = pytorch.PyTorchTrial.evaluate_batch  # type: ignore[assignment]
 
@@ -843,7 +843,7 @@ def test_a_reducer_beside_the_evaluation_of_the_full_dataset_is_named() -> None:
 
 
 @pytest.mark.parametrize("options", [{"validation_period": Batch(1)}, {"step_zero_validation": True}])
-def test_an_option_of_a_validation_that_cannot_be_is_named(options: dict[str, Any]) -> None:
+def test_a_validation_option_without_effect_is_named(options: dict[str, Any]) -> None:
     class Unvalidated(Classifier):
         build_validation_data_loader = pytorch.PyTorchTrial.build_validation_data_loader
 
@@ -855,7 +855,7 @@ def test_an_option_of_a_validation_that_cannot_be_is_named(options: dict[str, An
 @pytest.mark.parametrize(
     ("hook", "nearest"), [("on_checkpoint_end", "on_checkpoint_write_end"), ("on_validaton_end", "on_validation_end")]
 )
-def test_a_hook_that_nothing_calls_is_an_error(hook: str, nearest: str) -> None:
+def test_a_hook_that_is_never_called_is_an_error(hook: str, nearest: str) -> None:
     trial, context = make()
     callback: Any = type("Mine", (PyTorchCallback,), {hook: lambda self, *given: None})()
     trial.callbacks = {"mine": callback}
@@ -863,7 +863,7 @@ def test_a_hook_that_nothing_calls_is_an_error(hook: str, nearest: str) -> None:
         context.fit(trial, max_length=Batch(1))
 
 
-def test_training_that_an_epochs_end_stops_is_reported(tmp_path: Path) -> None:
+def test_training_stopped_at_the_end_of_an_epoch_is_reported(tmp_path: Path) -> None:
     trial, context = make(tmp_path)
 
     class Stopper(PyTorchCallback):
@@ -876,7 +876,7 @@ def test_training_that_an_epochs_end_stops_is_reported(tmp_path: Path) -> None:
     assert [report["batches"] for report in counting.reports] == [6]
 
 
-def test_custom_reducers_of_training_and_validation() -> None:
+def test_custom_reducers_work_in_training_and_validation() -> None:
     counting = Counting()
 
     class Counted(Classifier):
@@ -923,7 +923,7 @@ def _counts(folder: Path, group: str) -> list[tuple[int, int, int]]:
     return [(row["steps_completed"], row["metrics"]["n_train"], row["metrics"]["n_valid"]) for row in rows]
 
 
-def test_a_reducer_counts_the_batches_of_one_stage_only(tmp_path: Path) -> None:
+def test_a_reducer_counts_only_the_batches_of_its_stage(tmp_path: Path) -> None:
     trial, context = make(tmp_path, trial_class=Staged)
     settings = {"reporting_period": Batch(3), "validation_period": Batch(3), "step_zero_validation": True}
     context.fit(trial, max_length=Batch(9), **settings)
@@ -931,7 +931,7 @@ def test_a_reducer_counts_the_batches_of_one_stage_only(tmp_path: Path) -> None:
     assert _counts(tmp_path, "validation") == [(0, 0, 3), (3, 0, 3), (6, 0, 3), (9, 0, 3)]
 
 
-def test_a_validation_between_two_reports_takes_nothing_from_the_training_reducer(tmp_path: Path) -> None:
+def test_a_validation_between_two_reports_does_not_reset_training_reducers(tmp_path: Path) -> None:
     # Batches that share an update are validated after it: the report at batch 3 comes before the validation at 4.
     trial, context = make(tmp_path, trial_class=Staged, aggregation_frequency=4)
     context.fit(trial, max_length=Batch(6), reporting_period=Batch(3), validation_period=Batch(3))
@@ -939,7 +939,7 @@ def test_a_validation_between_two_reports_takes_nothing_from_the_training_reduce
     assert [counts[1:] for counts in _counts(tmp_path, "validation")] == [(0, 3), (0, 3)]
 
 
-def test_the_reducers_of_a_resumed_run_count_as_those_of_one_run(tmp_path: Path) -> None:
+def test_the_reducers_of_a_resumed_run_equal_those_of_one_run(tmp_path: Path) -> None:
     settings = {"reporting_period": Batch(4), "validation_period": Batch(4), "checkpoint_period": Batch(4)}
     whole, context = make(tmp_path / "whole", trial_class=Staged)
     context.fit(whole, max_length=Batch(8), **settings)
@@ -950,7 +950,7 @@ def test_the_reducers_of_a_resumed_run_count_as_those_of_one_run(tmp_path: Path)
         assert _counts(tmp_path / "resumed", group) == _counts(tmp_path / "whole", group)
 
 
-def test_a_reducer_may_add_in_place_to_a_tensor_of_the_validation() -> None:
+def test_a_reducer_may_add_in_place_to_a_validation_tensor() -> None:
     class Confusion(pytorch.MetricReducer):
         matrix: Any = None
 
@@ -985,7 +985,7 @@ def test_a_reducer_may_add_in_place_to_a_tensor_of_the_validation() -> None:
     assert context.fit(trial, max_length=Epoch(2), validation_period=Epoch(1))["counted"] == 21
 
 
-def test_a_trial_may_train_with_hidden_state_that_validation_kept() -> None:
+def test_a_trial_may_train_with_hidden_state_kept_from_validation() -> None:
     class Remembering(Classifier):
         def __init__(self, context: Any) -> None:
             super().__init__(context)
@@ -1036,7 +1036,7 @@ def test_the_metrics_of_the_full_dataset_may_be_any_kind_of_number(tmp_path: Pat
     assert reported == {"share": 0.5, "samples": 21, "epochs": 0}
 
 
-def test_a_training_metric_that_is_no_number_is_named_once() -> None:
+def test_a_training_metric_that_is_not_a_number_is_named_once() -> None:
     class Talkative(Classifier):
         def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
             return {**super().train_batch(batch, epoch_idx, batch_idx), "outputs": batch[0]}
@@ -1067,7 +1067,7 @@ def test_prediction_without_predict_batch_evaluates() -> None:
     assert losses.shape == (3,)
 
 
-def test_a_trial_comes_back_from_its_best_checkpoint(tmp_path: Path) -> None:
+def test_a_trial_is_loaded_from_its_best_checkpoint(tmp_path: Path) -> None:
     trial, context = make(tmp_path, hparams={"dropout": 0.25})
     context.fit(trial, max_length=Epoch(2), validation_period=Epoch(1))
     data = make_data(21, seed=8).tensors[0]
@@ -1082,7 +1082,7 @@ def test_a_trial_comes_back_from_its_best_checkpoint(tmp_path: Path) -> None:
     assert torch.equal(fresh.predict(by_id, [data]), context.predict(by_path, [data]))
 
 
-def test_a_loaded_trial_leaves_its_hyperparameters_to_no_other(tmp_path: Path) -> None:
+def test_the_hyperparameters_of_a_loaded_trial_do_not_leak(tmp_path: Path) -> None:
     for dropout in (0.25, 0.5):
         trial, context = make(tmp_path / str(dropout), hparams={"dropout": dropout})
         context.fit(trial, max_length=Batch(1))
@@ -1093,14 +1093,14 @@ def test_a_loaded_trial_leaves_its_hyperparameters_to_no_other(tmp_path: Path) -
     assert fresh.hparams == {}
 
 
-def test_loading_without_a_class_names_the_one_it_was(tmp_path: Path) -> None:
+def test_loading_without_a_class_names_the_stored_class(tmp_path: Path) -> None:
     trial, context = make(tmp_path)
     context.fit(trial, max_length=Batch(1))
     with pytest.raises(ConfigError, match="trials:Classifier"):
         pytorch.load_trial_from_checkpoint_path(tmp_path / "trial_0" / "best_ck")
 
 
-def test_loading_of_an_unknown_trial_says_where_it_looked(tmp_path: Path) -> None:
+def test_loading_an_unknown_trial_names_the_searched_path(tmp_path: Path) -> None:
     context = pytorch.init(hparams={}, checkpoint_dir=tmp_path)
     with pytest.raises(CheckpointError, match="trial 7 has no checkpoints"):
         context.load_checkpoint_trial(Classifier, trial_id=7)
@@ -1111,7 +1111,7 @@ def test_loading_of_an_unknown_trial_says_where_it_looked(tmp_path: Path) -> Non
 # ------------------------------------------------------------------ mistakes
 
 
-def test_a_missing_hyperparameter_says_how_to_give_it() -> None:
+def test_a_missing_hyperparameter_raises_with_a_remedy() -> None:
     context = pytorch.init(hparams={"learning_rate": 0.1}, checkpoint_dir=None)
     with pytest.raises(MissingHyperparameterError, match=r"did you mean 'learning_rate'\?.*--hparam learning_rat="):
         context.get_hparam("learning_rat")
@@ -1119,7 +1119,7 @@ def test_a_missing_hyperparameter_says_how_to_give_it() -> None:
         context.hparams["width"]
 
 
-def test_a_length_must_be_said() -> None:
+def test_the_training_length_is_required() -> None:
     trial, context = make()
     with pytest.raises(ConfigError, match="max_length: the length of the training is missing"):
         context.fit(trial)
@@ -1132,7 +1132,7 @@ def test_a_length_must_be_said() -> None:
         (lambda context: context.wrap_model(nn.Linear(1, 1)), "has no optimizer"),
     ],
 )
-def test_a_trial_without_a_piece_is_refused(build: Any, message: str) -> None:
+def test_a_trial_without_a_required_method_is_rejected(build: Any, message: str) -> None:
     class Bare(Classifier):
         def __init__(self, context: Any) -> None:
             self.context = context
@@ -1144,25 +1144,25 @@ def test_a_trial_without_a_piece_is_refused(build: Any, message: str) -> None:
         context.fit(trial, max_length=Batch(1))
 
 
-def test_an_optimizer_of_an_unwrapped_model_is_refused() -> None:
+def test_an_optimizer_of_an_unwrapped_model_is_rejected() -> None:
     context = pytorch.init(hparams={}, checkpoint_dir=None)
     with pytest.raises(ConfigError, match="call wrap_model first"):
         context.wrap_optimizer(torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1))
 
 
-def test_a_period_by_both_names_is_refused() -> None:
+def test_a_period_given_by_both_names_is_rejected() -> None:
     trial, context = make()
     with pytest.raises(ConfigError, match="are the same"):
         context.fit(trial, max_length=Epoch(1), validation_period=Epoch(1), min_validation_period=Epoch(1))
 
 
-def test_the_context_routes_only_while_it_trains() -> None:
+def test_the_context_routes_calls_only_while_it_trains() -> None:
     trial, _ = make()
     with pytest.raises(ConfigError, match="backward: only available while a trial trains"):
         trial.made_with.backward(torch.ones(()))
 
 
-def test_init_seeds_everything() -> None:
+def test_init_seeds_all_generators() -> None:
     pytorch.init(hparams={}, checkpoint_dir=None)
     first = torch.rand(3)
     pytorch.init(hparams={}, checkpoint_dir=None)
@@ -1171,7 +1171,7 @@ def test_init_seeds_everything() -> None:
     assert not torch.equal(torch.rand(3), first)
 
 
-def test_state_of_the_training_context_is_reached_by_queries() -> None:
+def test_the_training_state_is_available_through_context_methods() -> None:
     class Asking(Classifier):
         def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
             asked.append(

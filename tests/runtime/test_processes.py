@@ -21,7 +21,7 @@ from dovetail.runtime.processes import describe_exit, end_with_parent
         (None, "ended with exit code None"),
     ],
 )
-def test_the_end_of_a_process_in_words(code: int | None, sentence: str) -> None:
+def test_the_exit_status_of_a_process_is_described_in_words(code: int | None, sentence: str) -> None:
     assert describe_exit(code) == sentence
 
 
@@ -41,7 +41,7 @@ def test_a_process_ends_with_its_parent() -> None:
         assert pipe.read() == b""
 
 
-def test_a_process_whose_parent_is_gone_ends_at_once() -> None:
+def test_a_process_whose_parent_is_dead_ends_at_once() -> None:
     child = os.fork()
     if child == 0:
         end_with_parent(os.getpid(), signal.SIGKILL)()

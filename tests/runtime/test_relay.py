@@ -15,7 +15,7 @@ def raised(error: Exception) -> Exception:
     try:
         raise error
     except Exception as caught:
-        return relay.rebuilt(relay.described(caught))
+        return relay.rebuild_error(relay.describe_error(caught))
 
 
 @pytest.mark.parametrize(
@@ -28,13 +28,13 @@ def raised(error: Exception) -> Exception:
         ZeroDivisionError(),
     ],
 )
-def test_an_error_of_python_or_ours_is_raised_as_what_it_is(error: Exception) -> None:
+def test_an_error_of_python_or_dovetail_keeps_its_type(error: Exception) -> None:
     again = raised(error)
     assert (type(again), str(again)) == (type(error), str(error))
 
 
 @pytest.mark.parametrize("error", [_OwnError("mine"), UnicodeDecodeError("utf-8", b"\xff", 0, 1, "no")])
-def test_any_other_error_is_named_in_ours(error: Exception) -> None:
+def test_any_other_error_is_wrapped_in_ours_by_name(error: Exception) -> None:
     again = raised(error)
     assert type(again) is TrainingProcessError
     assert str(again).endswith(f"{type(error).__qualname__}: {error}")

@@ -24,7 +24,7 @@ def in_place() -> list[object]:
     return [signal.getsignal(number) for number in NUMBERS]
 
 
-def test_signals_are_collected_and_their_handlers_come_back(capfd: pytest.CaptureFixture[str]) -> None:
+def test_signals_are_collected_and_handlers_are_restored(capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGINT)
     with collect_signals(["once", "more"]) as heard:
         for _ in range(3):
@@ -34,7 +34,7 @@ def test_signals_are_collected_and_their_handlers_come_back(capfd: pytest.Captur
     assert capfd.readouterr().err.split("\n") == ["", "SIGINT: once", "", "SIGINT: more", "", "SIGINT: more", ""]
 
 
-def test_a_handler_that_closes_leaves_the_second_signal_to_python() -> None:
+def test_a_closed_handler_leaves_the_second_signal_to_python() -> None:
     received: list[int] = []
 
     def receive(number: int) -> None:

@@ -39,6 +39,7 @@ class AsyncWriter:
         check_on_error(on_error)
         self._on_error = on_error
         self._files = files
+        # One thread, so that two checkpoints are never written at once.
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dovetail-checkpoint")
         self._pending: Future[None] | None = None
 
@@ -52,6 +53,7 @@ class AsyncWriter:
                 cannot be stored.
         """
         self.wait()
+        # In the caller's thread: a value that cannot be stored is an error of this call, with its traceback.
         encoded, described = encode(state).copy(), summarize(summary)
         self._pending = self._pool.submit(write, Path(path), encoded, described, self._files)
 

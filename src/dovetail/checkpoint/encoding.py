@@ -36,6 +36,7 @@ from dovetail.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
+# Reading deeper structures could exhaust Python's stack.
 _MAX_DEPTH = 64
 # A dict compares keys of equal hash one by one, so n of them need n² comparisons. Text is hashed with a secret number,
 # but whole numbers are hashed modulo 2**61 - 1, so a malicious file can contain many keys of equal hash.
@@ -116,6 +117,8 @@ def decode_text(text: bytes, where: str, tensors: Mapping[str, torch.Tensor], ma
 
 
 class _Encoder:
+    """Converts a state to a JSON tree, and collects its tensors."""
+
     def __init__(self) -> None:
         import numpy as np
         import torch
@@ -162,6 +165,7 @@ class _Encoder:
         return [self.value(item, (path, index), depth + 1) for index, item in enumerate(items)]
 
     def _mapping(self, mapping: Mapping[Any, Any], path: _Path | None, depth: int) -> Any:
+        """Return the JSON object of a mapping, or pairs of keys and values if a key is not plain text."""
         values = [self.value(item, (path, key), depth + 1) for key, item in mapping.items()]
         is_counter = isinstance(mapping, Counter)
         if not is_counter and all(isinstance(key, str) and not key.startswith("$") for key in mapping):
@@ -194,6 +198,7 @@ class _Encoder:
         return self._tensor("$array", self._torch.from_numpy(array), path)
 
     def _tensor(self, tag: str, tensor: torch.Tensor, path: _Path | None) -> Any:
+        """Return the reference to a tensor; a view of the same elements is stored once."""
         if tensor.dtype == self._torch.complex128 and tensor.layout is self._torch.strided:
             return {"$complex": self._tensor(tag, self._torch.view_as_real(tensor.detach().resolve_conj()), path)}
         block = make_block(self._unused(_spell(path)), tensor)
@@ -222,6 +227,8 @@ class _Encoder:
 
 
 class _Decoder:
+    """Converts a JSON tree and its tensors to the state; every tag has one function."""
+
     def __init__(self, tensors: dict[str, torch.Tensor], map_location: Any) -> None:
         self.tensors = tensors
         self.used: set[str] = set()
@@ -243,6 +250,7 @@ class _Decoder:
         }
 
     def value(self, node: Any, depth: int) -> Any:
+        # A tag such as `$dict` adds levels of JSON to a level of the state.
         if depth > 3 * _MAX_DEPTH:
             raise CheckpointError(f"nested deeper than {3 * _MAX_DEPTH} levels")
         if isinstance(node, list):
@@ -250,6 +258,7 @@ class _Decoder:
         if not isinstance(node, dict):
             return node
         if any(key.startswith("$") for key in node):
+            # A tag has no other key beside it: any other number of keys raises.
             ((tag, content),) = node.items()
             return self._tags[tag](content, depth + 1)
         return {key: self.value(item, depth + 1) for key, item in node.items()}
@@ -274,6 +283,7 @@ class _Decoder:
         if name not in _SCALARS:
             raise ValueError(f"a scalar of {name!r}")
         data = bytes.fromhex(text)
+        # Exactly one element, else an error.
         (scalar,) = np.frombuffer(data, dtype=name)
         return scalar
 
@@ -284,6 +294,7 @@ class _Decoder:
         return self.tensors[name]
 
     def _tensor(self, name: Any) -> torch.Tensor:
+        # Moved once per name, so that tied weights share their memory on the device, too.
         if name not in self._moved:
             self._moved[name] = self._find(name).to(self._map_location)
         return self._moved[name]

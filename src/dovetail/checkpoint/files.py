@@ -44,6 +44,7 @@ class Files:
     def write(self, file: BinaryIO, data: memoryview) -> None:
         """Write all of `data`."""
         while data:
+            # An unbuffered file may write less than requested.
             data = data[file.write(data) :]
 
     def sync(self, file: BinaryIO) -> None:
@@ -76,6 +77,7 @@ class Files:
         if path.is_dir():
             for name in sorted(os.listdir(path)):
                 inner = path / name
+                # A symbolic link is removed as a link: the content of its target stays.
                 (self.remove if inner.is_dir() and not inner.is_symlink() else self.remove_file)(inner)
             self.remove_directory(path)
 
@@ -144,6 +146,7 @@ class _Locks:
         for descriptor in self._open:
             os.close(descriptor)
         self._open.clear()
+        # Acquired before the fork; the child has its own copy of the lock.
         self._access.release()
 
 
@@ -203,6 +206,7 @@ class Digest:
 def file_chunks(path: Path) -> Iterator[bytes]:
     """Yield the content of a regular file; raise for other files such as a FIFO, without blocking."""
 
+    # A FIFO would block, and a link could lead to a file outside of the checkpoint.
     def opener(name: str, flags: int) -> int:
         return os.open(name, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
 
@@ -234,6 +238,7 @@ def write_file(files: Files, path: Path, chunks: Iterable[memoryview | bytes]) -
 
 def make_parents(files: Files, directory: Path) -> None:
     """Create `directory` and its missing parents, and sync them so that they survive a power failure."""
+    # From the outside in. The name of a new folder is an entry of its parent, so the parent is synced.
     missing = [place for place in (directory, *directory.parents) if not place.exists()]
     for place in reversed(missing):
         with contextlib.suppress(FileExistsError):
@@ -245,6 +250,7 @@ def make_parents(files: Files, directory: Path) -> None:
 def reserve(files: Files, target: Path) -> Iterator[Path]:
     """Yield a new, locked temporary directory beside `target`, and remove it afterwards if it still exists."""
     while True:
+        # Creating and locking are two steps. If a sweep of another process removes the folder in between, try again.
         temporary = _beside("tmp", target)
         files.make_directory(temporary)
         try:
@@ -262,10 +268,26 @@ def reserve(files: Files, target: Path) -> Iterator[Path]:
     finally:
         try:
             with contextlib.suppress(OSError):
+                # Still locked, so that no sweep of another process interferes.
                 files.remove(temporary)
         finally:
             if lock is not None:
                 files.unlock(lock)
+
+
+@contextlib.contextmanager
+def replacing(files: Files, target: Path) -> Iterator[Path]:
+    """Yield a temporary path for a new file, which afterwards takes the name `target` and replaces the old file.
+
+    A reader finds the old file or the new one, never a part. After an error the old file is unchanged.
+    """
+    make_parents(files, target.parent)
+    sweep(files, target.parent)
+    with reserve(files, target) as temporary:
+        yield temporary / target.name
+        files.rename(temporary / target.name, target)
+        # Otherwise a power failure could undo the rename.
+        files.sync_directory(target.parent)
 
 
 def aside_name(target: Path) -> Path:
@@ -286,6 +308,7 @@ def resolve(path: Path) -> Path:
     asides = [place for place, kind, name in _temporaries(path.parent, names) if (kind, name) == ("old", path.name)]
     if path.name in names or not asides:
         return path
+    # Several remain if several saves were interrupted; the newest counts.
     return max(asides, key=_set_aside_at)
 
 
@@ -299,7 +322,7 @@ def names_in(directory: Path) -> list[str]:
 
 
 def is_temporary(name: str) -> bool:
-    """Whether `name` has the form of this module's names for temporary and damaged files."""
+    """Return whether `name` has the form of this module's names for temporary and damaged files."""
     return _BESIDE.fullmatch(name) is not None or _DAMAGED.fullmatch(name) is not None
 
 
@@ -322,6 +345,7 @@ def sweep(files: Files, directory: Path) -> None:
     for place, kind, name in _temporaries(directory, os.listdir(directory)):
         with contextlib.suppress(OSError):
             if kind == "tmp":
+                # Raises if a living writer holds the lock; the folder is then skipped.
                 lock = files.lock(place)
                 try:
                     files.remove(place)
@@ -341,11 +365,13 @@ def _set_aside_at(place: Path) -> int:
 
 def _beside(kind: str, target: Path) -> Path:
     match = _BESIDE.fullmatch(target.name)
+    # The original name of a renamed checkpoint: prefixes must not add up.
     name = match["name"] if match else target.name
     return target.with_name(f".{kind}-{name}.{secrets.token_hex(4)}")
 
 
 def _temporaries(directory: Path, names: Iterable[str]) -> list[tuple[Path, str, str]]:
+    """Return path, kind (`tmp` or `old`) and original name of all temporary directories among some names."""
     matches = [_BESIDE.fullmatch(name) for name in sorted(names)]
     return [
         (directory / match[0], match["kind"], match["name"])

@@ -39,6 +39,7 @@ _OPTIONAL_KEYS = {"sequence"}
 _MAX_MANIFEST = 16 << 20
 _STEP_KEYS = ("step", "batches", "updates", "epoch")
 
+# Printable ASCII, because commands show it.
 _RELEASE = re.compile(r"[ -~]{1,64}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MAX_SEQUENCE = 1 << 53
@@ -97,7 +98,7 @@ def shard_file(rank: int, size: int) -> str:
 
 
 def is_shard_file(name: str) -> bool:
-    """Whether `name` has the form that `shard_file` returns."""
+    """Return whether `name` has the form that `shard_file` returns."""
     return _SHARD.fullmatch(name) is not None
 
 
@@ -162,6 +163,7 @@ def read_manifest(directory: Path, name: Path) -> CheckpointInfo:
     sizes = _list_files(directory, name)
     if MANIFEST not in sizes:
         raise CheckpointError(f"{name / MANIFEST}: the file is missing")
+    # Checked before the file is read into memory.
     if sizes[MANIFEST] > _MAX_MANIFEST:
         raise CheckpointError(f"{name / MANIFEST}: {sizes[MANIFEST]:,} bytes are too many for a manifest")
     info = _parse((directory / MANIFEST).read_bytes(), name)
@@ -174,7 +176,7 @@ def read_manifest(directory: Path, name: Path) -> CheckpointInfo:
 
 
 def is_replaceable(directory: Path) -> bool:
-    """Whether `directory` contains only files of a checkpoint, intact or not.
+    """Return whether `directory` contains only files of a checkpoint, intact or not.
 
     Raises:
         FileNotFoundError: The directory does not exist.
@@ -183,21 +185,22 @@ def is_replaceable(directory: Path) -> bool:
         names = set(os.listdir(directory))
     except NotADirectoryError:
         return False
+    # A link is not replaced: its target may belong to another program.
     return not directory.is_symlink() and all(map(_belongs, names))
 
 
 def is_damaged_checkpoint(directory: Path) -> bool:
-    """Whether `directory`, or the target of a link, contains files of a checkpoint and other files."""
+    """Return whether `directory`, or the target of a link, contains files of a checkpoint and other files."""
     return directory.is_dir() and looks_like_checkpoint(directory)
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Whether `directory` itself has the files of a checkpoint, intact or not."""
+    """Return whether `directory` itself has the files of a checkpoint, intact or not."""
     return all((directory / file).is_file() for file in (MANIFEST, *_CONTENTS))
 
 
 def looks_like_checkpoint(directory: Path) -> bool:
-    """Whether `directory` contains any file of a checkpoint, or cannot be read."""
+    """Return whether `directory` contains any file of a checkpoint, or cannot be read."""
     try:
         names = os.listdir(directory)
     except (FileNotFoundError, NotADirectoryError):
@@ -219,12 +222,14 @@ def _dovetail_version() -> str:
 
 
 def _list_files(directory: Path, name: Path) -> dict[str, int]:
+    """Return the sizes of the files in a checkpoint; raise if it contains anything else, except the user's folder."""
     if not directory.is_dir():
         what = "is not a directory" if directory.exists() else "does not exist"
         raise CheckpointError(f"{name}: no checkpoint there: the path {what}")
     sizes = {}
     with os.scandir(directory) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
+            # Links are not followed: they could lead to files outside of the checkpoint.
             if entry.name == USER and entry.is_dir(follow_symlinks=False):
                 continue
             if not _belongs(entry.name):
@@ -236,6 +241,7 @@ def _list_files(directory: Path, name: Path) -> dict[str, int]:
 
 
 def _parse(text: bytes, name: Path) -> CheckpointInfo:
+    """Return the content of a manifest; raise if its checksum, version or fields are wrong."""
     where = str(name / MANIFEST)
     # Every later version of the format must use the same checksum: a manifest is verified before its version is
     # trusted.
@@ -243,6 +249,7 @@ def _parse(text: bytes, name: Path) -> CheckpointInfo:
     version = document.get("format_version")
     if document.get("format") != _FORMAT or type(version) is not int or version < 1:
         raise CheckpointError(f"{where}: not the manifest of a Dovetail checkpoint")
+    # Before the fields are checked, because a later version may have other fields.
     if version > FORMAT_VERSION:
         raise CheckpointError(
             f"{where}: format version {version} is newer than version {FORMAT_VERSION}, the newest that this "
@@ -250,6 +257,7 @@ def _parse(text: bytes, name: Path) -> CheckpointInfo:
         )
     match document:
         case {"dovetail_version": str(release), "created": str(created), "files": dict(files)} if (
+            # Exactly these fields: an unknown one is an error, and is not ignored.
             document.keys() - _OPTIONAL_KEYS == _KEYS and _RELEASE.fullmatch(release)
         ):
             stored = {file: _stored_file(file, entry, where) for file, entry in files.items()}
@@ -269,6 +277,7 @@ def _parse(text: bytes, name: Path) -> CheckpointInfo:
 
 
 def _moment(created: str, where: str) -> datetime:
+    """Return the time of creation in UTC; raise if it is not a date with a time zone."""
     try:
         found = datetime.fromisoformat(created)
     except ValueError as error:
@@ -293,6 +302,7 @@ def _check_summary(summary: Mapping[Any, Any], where: str) -> None:
     for name, value in metrics.items() if isinstance(metrics, Mapping) else ():
         if not isinstance(name, str):
             raise CheckpointError(f"{where}.metrics: expected names of metrics, got {_shown(name)}")
+        # The largest float has 1,024 bits.
         if isinstance(value, Integral) and int(value).bit_length() > 1000:
             raise CheckpointError(f"{where}.metrics.{name}: expected a number that fits a float, got a larger one")
     for key, value in summary.items():
@@ -303,6 +313,7 @@ def _check_summary(summary: Mapping[Any, Any], where: str) -> None:
 
 
 def _whole_numbers(value: Any) -> Iterator[int]:
+    """Yield all whole numbers in a nested value, also in the keys of mappings."""
     if isinstance(value, Mapping):
         value = [*value, *value.values()]
     if isinstance(value, (list, tuple)):
@@ -317,6 +328,7 @@ def _shown(value: object) -> str:
 
 
 def _stored_file(file: str, entry: Any, where: str) -> StoredFile:
+    # Names from a file become paths, so only known names are accepted.
     if file == MANIFEST or not _belongs(file):
         raise CheckpointError(f"{where}: lists {file!r}, which does not belong to a checkpoint")
     stored = StoredFile.parse(file, entry, where)

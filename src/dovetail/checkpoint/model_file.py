@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, BinaryIO, Literal, cast
 
-from dovetail.checkpoint.files import DISK, Digest, Files, make_parents, reserve, sweep, write_file
+from dovetail.checkpoint.files import DISK, Digest, Files, replacing, write_file
 from dovetail.checkpoint.tensors import Block, make_block, read_tensors, stream
 from dovetail.errors import CheckpointError, ConfigError, UnknownNameError
 
@@ -26,7 +26,7 @@ _FORMATS: dict[str, ModelFormat] = {
     ".bin": "ckpt",
 }
 _OTHER_FORMATS = {
-    ".onnx": "a checkpoint has weights without their model, so load them into the model and call torch.onnx.export",
+    ".onnx": "weights are written without their model: call export(path) of a trainer that has loaded them",
     ".npz": "write .safetensors, which safetensors.numpy.load_file reads",
     ".h5": "write .safetensors",
 }
@@ -80,15 +80,11 @@ def export_model(
         raise ConfigError(f"{target}: the suffix is not one of format={format!r}: leave format out, or rename the file")
     format = format or model_format(target)
     try:
-        make_parents(files, target.parent)
-        sweep(files, target.parent)
-        with reserve(files, target) as temporary:
+        with replacing(files, target) as temporary:
             if format == "safetensors":
-                write_file(files, temporary / target.name, stream(_blocks(state_dict)))
+                write_file(files, temporary, stream(_blocks(state_dict)))
             else:
-                _torch_save(files, temporary / target.name, state_dict)
-            files.rename(temporary / target.name, target)
-            files.sync_directory(target.parent)
+                _torch_save(files, temporary, state_dict)
     # torch.save reports a full disk as a RuntimeError.
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"{target}: the model could not be written: {error}") from error
@@ -118,6 +114,7 @@ def load_model_file(
     except CheckpointError:
         raise
     except pickle.UnpicklingError as error:
+        # Torch's message has the name of the class that it did not load.
         found = re.search(r"GLOBAL ([\w.]+)", str(error))
         if found is None:
             raise CheckpointError(
@@ -125,7 +122,8 @@ def load_model_file(
             ) from error
         raise CheckpointError(
             f"{source}: the model could not be read: it contains a {found[1]}, but only tensors and plain values are "
-            f"ever unpickled; if you trust it, {_convert(source, 'state_dict', ', weights_only=False')}"
+            f"ever unpickled; if you trust it, {_convert(source, '.state_dict()', ', weights_only=False')}, or with "
+            "['state_dict'] in place of .state_dict() if the file contains a dict"
         ) from error
     # torch.load raises many kinds of errors for a damaged file, from EOFError to AssertionError.
     except Exception as error:
@@ -149,18 +147,19 @@ def _weights(source: Path, loaded: Any) -> dict[str, torch.Tensor]:
         raise CheckpointError(
             f"{source}: expected weights by name, as of model.state_dict(), got a {type(loaded).__name__}"
         )
+    # Checkpoints of other libraries have the weights one level deeper, under a name such as `state_dict`.
     if not any(isinstance(value, torch.Tensor) for value in loaded.values()):
         for name, value in loaded.items():
             if isinstance(value, Mapping) and any(isinstance(it, torch.Tensor) for it in value.values()):
                 raise CheckpointError(
                     f"{source}: expected weights by name, got a whole checkpoint with the weights under {name!r}; "
-                    f"{_convert(source, name)}"
+                    f"{_convert(source, f'[{name!r}]')}"
                 )
     return cast("dict[str, torch.Tensor]", loaded)
 
 
-def _convert(source: Path, key: str, how: str = "") -> str:
-    return f"save the weights alone by torch.save(torch.load({source.name!r}{how})[{key!r}], 'weights.pt')"
+def _convert(source: Path, selector: str, options: str = "") -> str:
+    return f"save the weights alone by torch.save(torch.load({source.name!r}{options}){selector}, 'weights.pt')"
 
 
 def _blocks(state_dict: Mapping[str, Any]) -> list[Block]:

@@ -56,6 +56,7 @@ def retain(
     if best is not None and metric is not None:
         sign = 1 if mode == "min" else -1
         measured = [info for info in infos if metric in info.metrics]
+        # The sort is stable, so the older of two equal checkpoints comes first.
         kept += sorted(measured, key=lambda info: sign * info.metrics[metric])[:best]
     if every is not None:
         kept += [info for info in infos if info.step is not None and info.step % every == 0]
@@ -92,7 +93,9 @@ def prune(
     known = {str(name) for info in infos for name in _metric_names(info)}
     if metric is not None and infos and metric not in known:
         raise UnknownNameError("metric", metric, known)
+    # Without the newest one, from which a run can resume.
     surplus = [info for info in infos[:-1] if info.path not in kept]
+    # Another process may have replaced a checkpoint since it was listed.
     return [info.path for info in surplus if dry_run or (is_unchanged(info) and remove(info.path, files))]
 
 
@@ -128,6 +131,7 @@ def experiment_retention(
         trials.setdefault(checkpoint.trial, []).append(checkpoint)
 
     def best(candidates: Iterable[TrialCheckpoint], count: int) -> list[TrialCheckpoint]:
+        # NaN is not equal to itself.
         measured = [(c.metric, c) for c in candidates if c.metric is not None and c.metric == c.metric]
         ordered = sorted(measured, key=lambda pair: pair[0] if smaller_is_better else -pair[0])
         return [checkpoint for _, checkpoint in ordered[:count]]

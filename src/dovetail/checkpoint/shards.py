@@ -1,4 +1,4 @@
-"""Tensors of which several processes hold parts: each process writes its own, and any number of processes reads them.
+"""Sharded tensors in checkpoints: each process writes its own parts, and any number of processes reads them.
 
 `torch.distributed.checkpoint` plans which process writes which part, and which stored parts a reader needs. Its own
 file format is not used, because its index is a pickle. Here the parts of a process are a safetensors file, and the
@@ -50,7 +50,7 @@ class Peers(Protocol):
         """Return a zero tensor of which this process holds its part."""
 
 
-def together(peers: Peers, work: Callable[[], Any]) -> list[Any]:
+def run_in_all_processes(peers: Peers, work: Callable[[], Any]) -> list[Any]:
     """Call a function in every process and return all results. An error in one process is raised in all.
 
     Raises:
@@ -61,6 +61,7 @@ def together(peers: Peers, work: Callable[[], Any]) -> list[Any]:
         result = work()
     except CheckpointError as error:
         problem = error
+    # A process that failed must take part, too; otherwise the others would wait for it.
     everyone = peers.exchange({"result": result, "problem": None if problem is None else str(problem)})
     if problem is not None:
         raise problem
@@ -78,9 +79,11 @@ def plan_shards(shards: Mapping[str, torch.Tensor], peers: Peers) -> tuple[list[
     """
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+    # The names are flat already.
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(shards), is_coordinator=peers.rank == 0)
-    plans = together(peers, lambda: [_described(item) for item in planner.create_local_plan().items])
+    plans = run_in_all_processes(peers, lambda: [_described(item) for item in planner.create_local_plan().items])
+    # Every process computes the same plan from the same descriptions, so the plan need not be sent.
     chosen, _ = planner.create_global_plan([_save_plan(plan, shards) for plan in plans])
     tensors: dict[str, Any] = {
         name: {"dtype": dtype_name(tensor), "shape": list(tensor.shape), "parts": []} for name, tensor in shards.items()
@@ -120,6 +123,7 @@ def read_shards(
     import torch
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
+    # The planner compares these tensors with the stored parts to find out what this process needs.
     tensors = {key: zeros(stored.shape, getattr(torch, stored.dtype)) for key, stored in index.tensors.items()}
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(tensors), index.as_metadata(), is_coordinator=True)
@@ -134,6 +138,7 @@ def read_shards(
                 file = stack.enter_context(open(directory / part.file, "rb", buffering=0))
                 opened[part.file] = TensorFile(file, os.fstat(file.fileno()).st_size, str(name / part.file))
             values = _read(opened[part.file], name / part.file, key, stored.dtype, part, item)
+            # A view of the result: copying into it fills the result.
             target = planner.resolve_tensor(item)
             target.detach().copy_(values)
             planner.commit_tensor(item, target)
@@ -226,10 +231,12 @@ def _block(item: WriteItem, values: Any) -> Block:
 
 
 def _read(file: TensorFile, where: Path, key: str, dtype: str, part: Part, item: Any) -> torch.Tensor:
+    """Return the section of a stored part that a reader needs."""
     name, shape = _part_name(key, part.offsets), list(part.sizes) or [1]
     if file.shape(name) != (dtype, shape):
         raise CheckpointError(f"{where}: does not contain the part of {key!r} at {list(part.offsets)}")
     begins, lengths = list(item.storage_offsets) or [0], list(item.lengths) or [1]
+    # Only the needed rows are read from the file; other dimensions are cut in memory.
     values = file.rows(name, begins[0], lengths[0])
     for dimension in range(1, len(begins)):
         values = values.narrow(dimension, begins[dimension], lengths[dimension])
@@ -237,6 +244,7 @@ def _read(file: TensorFile, where: Path, key: str, dtype: str, part: Part, item:
 
 
 def _stored(name: str, entry: Any, files: set[str], where: str) -> Stored:
+    """Return the description of one tensor in an index; raise if its parts do not make up the tensor."""
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "parts": [*entries], **rest} if (
             dtype in DTYPES
@@ -248,12 +256,14 @@ def _stored(name: str, entry: Any, files: set[str], where: str) -> Stored:
             parts = tuple(_part(part, shape, files) for part in entries)
             found = [part for part in parts if part is not None]
             boxes = {part.offsets for part in found}
+            # The sizes of all parts add up to the tensor, so none is missing.
             if len(boxes) == len(parts) and sum(math.prod(part.sizes) for part in found) == math.prod(shape):
                 return Stored(dtype, tuple(shape), tuple(found))
     raise CheckpointError(f"{where}: describes tensor {name!r} in an invalid form")
 
 
 def _part(entry: Any, shape: list[int], files: set[str]) -> Part | None:
+    """Return the description of one part; None if it is invalid or outside of the tensor."""
     match entry:
         case {"file": str(file), "offsets": [*offsets], "sizes": [*sizes], **rest} if (
             not rest
@@ -268,6 +278,7 @@ def _part(entry: Any, shape: list[int], files: set[str]) -> Part | None:
 
 
 def _are_lengths(numbers: list[Any]) -> bool:
+    # Not `isinstance`: true and false of JSON are whole numbers for Python.
     return len(numbers) <= 64 and all(type(number) is int and 0 <= number < MAX_ELEMENTS for number in numbers)
 
 

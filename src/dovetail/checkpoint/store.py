@@ -1,4 +1,4 @@
-"""Saving, finding and loading checkpoints.
+"""Checkpoint store: saving, listing, verifying and loading checkpoints in a folder.
 
 The steps of a save, and what a reader finds if the save is interrupted:
 
@@ -62,7 +62,7 @@ from dovetail.checkpoint.manifest import (
     shard_file,
     summarize,
 )
-from dovetail.checkpoint.shards import Peers, parse_index, plan_shards, read_shards, together
+from dovetail.checkpoint.shards import Peers, parse_index, plan_shards, read_shards, run_in_all_processes
 from dovetail.checkpoint.tensors import read_tensors, stream, stream_size
 from dovetail.errors import CheckpointError, ConfigError
 
@@ -184,7 +184,7 @@ def load(
     if peers is None:
         return read()
     found: list[dict[str, Any]] = []
-    together(peers, lambda: found.append(read()))
+    run_in_all_processes(peers, lambda: found.append(read()))
     return found[0]
 
 
@@ -201,16 +201,13 @@ def inspect(path: _Path) -> CheckpointInfo:
     """Return the content of the manifest of the checkpoint `path`, without reading other files. Does not need torch.
 
     Raises:
-        CheckpointError: There is no checkpoint, its manifest is damaged, or a file is missing or has another
-            size.
+        CheckpointError: There is no checkpoint, its manifest is damaged, or a file is missing or has another size.
     """
     return _reading(Path(path), lambda directory: read_manifest(directory, Path(path)))
 
 
 def list_checkpoints(directory: _Path) -> list[CheckpointInfo]:
-    """Return the checkpoints in `directory`, oldest first: ordered by run, then by step, then by time.
-
-    Checkpoints with the same `"run"` in their summary belong to one run.
+    """Return the checkpoints in `directory`, oldest first: ordered by `"run"` of the summary, then by step and time.
 
     A checkpoint with an unreadable manifest gives a warning and is left out. Symbolic links and other content are
     ignored. A directory that does not exist contains none.
@@ -300,7 +297,8 @@ def _write_together(target: Path, encoded: Encoded, summary: Any, files: Files, 
                 return None
             return os.path.abspath(stack.enter_context(_open_temporary(target, encoded, files)))
 
-        temporary = Path(together(peers, begin)[0])
+        # Every step ends with an exchange, so that a failure in one process ends the save in all of them.
+        temporary = Path(run_in_all_processes(peers, begin)[0])
         blocks, index = plan_shards(encoded.shards, peers)
         file = shard_file(peers.rank, peers.size)
 
@@ -309,7 +307,7 @@ def _write_together(target: Path, encoded: Encoded, summary: Any, files: Files, 
                 written = write_file(files, temporary / file, stream(blocks))
             return [file, *written]
 
-        shards = {name: StoredFile(size, sha256) for name, size, sha256 in together(peers, write_own)}
+        shards = {name: StoredFile(size, sha256) for name, size, sha256 in run_in_all_processes(peers, write_own)}
 
         def finish() -> None:
             if peers.rank == 0:
@@ -317,7 +315,7 @@ def _write_together(target: Path, encoded: Encoded, summary: Any, files: Files, 
                     indexed = write_file(files, temporary / SHARDS, [index])
                     _commit(temporary, target, encoded, summary, files, {**shards, SHARDS: indexed})
 
-        together(peers, finish)
+        run_in_all_processes(peers, finish)
 
 
 @contextlib.contextmanager
@@ -348,6 +346,7 @@ def _commit(
         TENSORS: write_file(files, temporary / TENSORS, stream(encoded.blocks)),
         STATE: write_file(files, temporary / STATE, [encoded.text]),
     }
+    # The manifest last: a directory without one is not a checkpoint.
     manifest = make_manifest(written, summary, next_sequence(target.parent))
     write_file(files, temporary / MANIFEST, [manifest])
     files.sync_directory(temporary)
@@ -401,7 +400,7 @@ def remove(path: Path, files: Files = DISK) -> bool:
 
 
 def is_unchanged(info: CheckpointInfo) -> bool:
-    """Whether a checkpoint is still the listed one: other processes may have removed or replaced it."""
+    """Return whether a checkpoint is still the listed one: other processes may have removed or replaced it."""
     try:
         now = inspect(info.path)
     except CheckpointError:
@@ -445,6 +444,7 @@ def _take_name(files: Files, temporary: Path, target: Path) -> None:
 
 def _load(directory: Path, name: Path, map_location: Any, verified: bool, peers: Peers | None = None) -> dict[str, Any]:
     info = read_manifest(directory, name)
+    # The text is decoded last, when both files are verified.
     text = (directory / STATE).read_bytes()
     if verified:
         digest = Digest()

@@ -59,8 +59,9 @@ def make_stored_manifest(metadata: Mapping[str, Any], files: Digests) -> bytes:
 
 
 def is_stored_files(place: Path) -> bool:
-    """Whether a folder is not a link and has a manifest that is a regular file."""
+    """Return whether a folder is not a link and has a manifest that is a regular file."""
     try:
+        # With `lstat`, so that a link to a manifest elsewhere does not count.
         return not place.is_symlink() and stat.S_ISREG(os.lstat(place / MANIFEST).st_mode)
     except (OSError, ValueError):
         return False
@@ -77,6 +78,7 @@ def read_stored_files(place: Path) -> StoredFiles:
     if not is_stored_files(place):
         raise CheckpointError(f"{where}: expected a regular file in a folder that is not a link")
     document = unseal(_manifest_text(place / MANIFEST), where)
+    # `unseal` has verified the checksum, so a wrong value here is another kind of file, not damage.
     if document.get("format") != _FORMAT or document.get("format_version") != _VERSION or document.keys() != _KEYS:
         raise CheckpointError(f"{where}: not the manifest of stored files, version {_VERSION}")
     match document:
@@ -92,6 +94,7 @@ def read_stored_files(place: Path) -> StoredFiles:
     metadata = decode(document["metadata"], where)
     if not isinstance(metadata, dict):
         raise CheckpointError(f"{where}: the metadata is not a dict")
+    # From here on names of the manifest are names of real files in the folder, and cannot lead out of it.
     _compare_names(place / FILES, files)
     return StoredFiles(metadata, files, moment)
 
@@ -121,6 +124,7 @@ def _manifest_text(path: Path) -> bytes:
     text = bytearray()
     for chunk in file_chunks(path):
         text += chunk
+        # Limited while the file is read, so that a huge file is never in memory.
         if len(text) > _MAX_MANIFEST:
             raise CheckpointError(f"{path}: more than {_MAX_MANIFEST:,} bytes are too many for a manifest")
     return bytes(text)

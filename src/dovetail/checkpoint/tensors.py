@@ -41,6 +41,7 @@ DTYPES: dict[str, tuple[str, int]] = {
 """The supported dtypes: torch's name, the name in the format, and the bytes per element."""
 
 _TORCH_NAMES = {code: (name, itemsize) for name, (code, itemsize) in DTYPES.items()}
+# The limit of the safetensors package.
 _MAX_HEADER = 100_000_000
 _MAX_DIMENSIONS = 64
 
@@ -107,8 +108,10 @@ def read_tensors(file: BinaryIO, size: int, where: str, digest: Digest) -> dict[
 
     tensors = {}
     for name, dtype, shape, nbytes in _read_header(file, size, where, digest)[1]:
+        # The header was compared with the size of the file, so a small file cannot cause a huge allocation.
         memory = torch.empty(nbytes, dtype=torch.uint8)
         _fill(_bytes_of(memory), file, where, digest)
+        # Torch's operations assume that a bool is 0 or 1.
         if dtype == "bool" and bool((memory > 1).any()):
             raise CheckpointError(f"{where}: tensor {name!r} contains bytes that are neither true nor false")
         tensors[name] = memory.view(getattr(torch, dtype)).reshape(shape)
@@ -168,6 +171,7 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 
 def _header(blocks: Sequence[Block]) -> bytes:
+    """Return the first bytes of a safetensors file: the length of the header, and the header."""
     header: dict[str, Any] = {}
     end = 0
     for block in blocks:
@@ -178,16 +182,19 @@ def _header(blocks: Sequence[Block]) -> bytes:
             "data_offsets": [begin, end],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
+    # Padding, so that the first tensor starts at a multiple of 8 bytes.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor in pieces of at most `CHUNK`."""
     import torch
 
     row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
     if tensor.numel() == 0:
         return
+    # Other large tensors are copied to plain host memory in pieces, so that no whole copy exists.
     if (tensor.device.type == "cpu" and _is_plain(tensor)) or tensor.numel() * tensor.element_size() <= CHUNK:
         plain = tensor.cpu().resolve_conj().resolve_neg().contiguous()
         data = _bytes_of(plain.reshape(-1).view(torch.uint8))
@@ -203,6 +210,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    # It shares the memory of the tensor.
     return memoryview(cast("bytearray", tensor.numpy()))
 
 
@@ -211,6 +219,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _layout(header: Any, size: int, where: str) -> list[tuple[str, str, list[int], int]]:
+    """Return name, dtype, shape and bytes of the tensors in a header, in file order; raise if it is inconsistent."""
     if not isinstance(header, dict):
         raise CheckpointError(f"{where}: the header is not a JSON object")
     found = []
@@ -233,6 +242,7 @@ def _layout(header: Any, size: int, where: str) -> list[tuple[str, str, list[int
     position = 0
     found.sort(key=lambda item: item[:2])
     for begin, end, name, _, _ in found:
+        # No gaps and no overlaps: every byte of the file belongs to one tensor.
         if begin != position:
             raise CheckpointError(f"{where}: tensor {name!r} does not start where the previous one ends")
         position = end
@@ -242,7 +252,9 @@ def _layout(header: Any, size: int, where: str) -> list[tuple[str, str, list[int
 
 
 def _fill(memory: memoryview, file: BinaryIO, where: str, digest: Digest) -> None:
+    """Read a file until a memory is full; `digest` receives every byte."""
     while memory:
+        # An unbuffered file may read less than requested.
         count = file.readinto(memory[:CHUNK])  # type: ignore[attr-defined]  # BinaryIO lacks what every file has
         if not count:
             raise CheckpointError(f"{where}: the file ends too early")

@@ -78,6 +78,7 @@ _READS: dict[str, Callable[[Any], Any]] = {
     "train_dataset": _data("train"),
     "val_dataset": _data("valid"),
     "test_dataset": _data("test"),
+    # In lernomatic, -1 is the CPU.
     "device_id": lambda trainer: -1 if trainer.device.type == "cpu" else trainer.device.index or 0,
 }
 
@@ -104,6 +105,8 @@ _WRITTEN = (
 )
 
 
+# In lernomatic, loops write losses into arrays of a fixed size. Here an assignment would be lost in a copy, so it
+# raises.
 class _Values(list[float]):
     """A history as a read-only list."""
 
@@ -166,6 +169,7 @@ class Trainer(main.Trainer):
         check_count("cur_epoch", epoch, 0)
         if self.context.run.trainer is not None:
             raise ConfigError("cur_epoch: the trainer is running and counts epochs itself; assign it before a run")
+        # An epoch is never resumed in its middle after such an assignment.
         self.context.progress.epoch, self.context.progress.batch = epoch, 0
 
     @property
@@ -180,6 +184,7 @@ class Trainer(main.Trainer):
     @property
     def best_acc(self) -> float:
         """The best validation accuracy so far, 0 before the first; `best_<name>` is written only for a better one."""
+        # Accuracies that were known when the user assigned a value do not count again.
         value, known = self._best_acc
         return max([value, *self.acc_history[known:]])
 
@@ -212,6 +217,7 @@ class Trainer(main.Trainer):
     @property
     def criterion(self) -> Any:
         """The loss, which a run builds; assigning it sets the option `loss_function`."""
+        # The trainer's own attribute of this name, which the property hides.
         return vars(self)["criterion"]
 
     @criterion.setter
@@ -302,6 +308,7 @@ class Trainer(main.Trainer):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict`, with its settings unless a running `fit` resumes."""
+        # `fit(resume=…)` keeps the options of its call; only `load_checkpoint` restores saved ones.
         if self.context.run.trainer is None:
             saved = state.get("trainer_params", {})
             self._set_options({name: saved[name] for name in _SETTINGS if name in saved})
@@ -432,6 +439,7 @@ class Trainer(main.Trainer):
         self.options.num_epochs = number
 
     def _train_here(self, trainset: Any, sampler: Any) -> float:
+        # Only `train` tests after every epoch, as in lernomatic; `fit` does not.
         tests = _TestEpochs(self)
         self.context.callbacks.add(tests)
         try:
@@ -455,6 +463,7 @@ class Trainer(main.Trainer):
         """Pass an assigned `best_acc` to the writer of checkpoints, if it compares accuracies."""
         saver = self.context.run.saver
         if self._has_new_best and saver is not None and self.options.best_metric in (None, "valid_accuracy"):
+            # Handed over once: afterwards, the writer of checkpoints follows the best value itself.
             saver.best, self._has_new_best = self._best_acc[0], False
 
     def _groups(self) -> list[dict[str, Any]]:

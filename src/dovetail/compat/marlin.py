@@ -16,5 +16,6 @@ __all__ = [
     "build_trainer_backend",
 ]
 
+# In PyMarlin, the part that runs the loop is a backend beside the trainer; here the trainer itself does.
 AbstractTrainerBackendDecorator = AbstractTrainerDecorator
 DDPTrainerBackend = DDPTrainer

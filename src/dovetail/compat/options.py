@@ -26,6 +26,7 @@ class OptionAttribute:
         return getattr(trainer.options, self.name) if self._read is None else self._read(trainer)
 
     def __set__(self, trainer: Any, value: Any) -> None:
+        # A subclass assigns before `super().__init__`, which creates the options and would overwrite the value.
         if "options" not in vars(trainer):
             raise ConfigError(f"{self.name}: this is an option; pass it as a keyword to super().__init__()")
         setattr(trainer.options, self.name, value)

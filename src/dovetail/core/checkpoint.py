@@ -142,10 +142,12 @@ class CheckpointContext:
                 f"rank {peers.rank} stores a checkpoint: only rank 0 may do this, unless all processes store one "
                 "together with shard=True"
             )
+        # Errors are collected, not raised: with `shard`, the other processes wait for this one in `_exchange`.
         own = _attempt(lambda: encode_plain(_checked_metadata(metadata), "metadata"))
         problem = own if isinstance(own, Exception) else None
         storage_id = str(uuid.uuid4())
         if shard:
+            # All processes use the chief's id. This exchange also stops all of them if one has invalid metadata.
             storage_id = self._exchange(storage_id, problem)[0]
         elif problem is not None:
             raise problem
@@ -155,6 +157,7 @@ class CheckpointContext:
             (temporary / FILES).mkdir()
             digests: Digests = {}
             try:
+                # The user's code runs here; its errors must reach the other processes, too.
                 yield temporary / FILES, storage_id
                 digests = _sync_files(temporary / FILES)
             except Exception as error:
@@ -166,6 +169,7 @@ class CheckpointContext:
             else:
                 _commit(temporary, own, digests, target)
         if peers.is_chief:
+            # Temporary folders of processes that were killed before they could remove them.
             sweep(DISK, self.directory)
 
     @contextmanager
@@ -226,6 +230,7 @@ class CheckpointContext:
         target.mkdir(parents=True, exist_ok=True)
         for name in filter(selector, files):
             (target / name).parent.mkdir(parents=True, exist_ok=True)
+            # A random name, so that processes on several machines can copy into the same folder.
             unfinished = (target / name).with_name(f".{uuid.uuid4().hex}.tmp")
             try:
                 digest = Digest()
@@ -261,6 +266,7 @@ class CheckpointContext:
                 content = _unless_damaged(read_stored_files, place)
                 if content is not None and (where is None or where(content.metadata)):
                     found.append((content.created, name))
+        # Lazily: only the newest intact checkpoint is verified, because checksums read every byte.
         ordered = (name for _, name in sorted(found, reverse=True))
         return next((name for name in ordered if _unless_damaged(verify_stored_files, self.directory / name)), None)
 
@@ -279,16 +285,20 @@ class CheckpointContext:
     ) -> None:
         """Move the files of all processes into the chief's folder, and rename the folder to its final name."""
         chief = self._distributed.is_chief
+        # Exchange 1: every process has written and synced its files.
         parts = self._exchange({"at": temporary.name, "files": digests, "metadata": own}, problem)
         work = _attempt(lambda: _merge(parts))
         if not isinstance(work, Exception):
             metadata, owners = work
             home = temporary.with_name(parts[0]["at"]) / FILES
+            # Of equal files with one name, only the lowest rank moves its copy.
             moves = [name for name, owner in owners.items() if owner == self._distributed.rank and not chief]
             work = _attempt(lambda: _move(temporary / FILES, home, moves))
+        # Exchange 2: all files are in the chief's folder, so it can write the manifest.
         self._exchange(None, work if isinstance(work, Exception) else None)
         everything = {name: StoredFile(*it) for part in parts for name, it in part["files"].items()}
         done = _attempt(lambda: _commit(temporary, metadata, everything, target)) if chief else None
+        # Exchange 3: the checkpoint has its final name before any process returns.
         self._exchange(None, done if isinstance(done, Exception) else None)
 
     def _exchange(self, value: Any, problem: Exception | None) -> list[Any]:
@@ -349,6 +359,7 @@ def _make_ignore(source: Path, selector: _Selector) -> Callable[[str, list[str]]
     """Return the `ignore` function of `shutil.copytree` that leaves out files which the selector rejects."""
 
     def left_out(folder: str, names: list[str]) -> list[str]:
+        # Folders are always entered: the selector receives files only.
         files = {name: Path(folder, name) for name in names if not Path(folder, name).is_dir()}
         return [name for name, path in files.items() if not selector(path.relative_to(source).as_posix())]
 
@@ -361,6 +372,7 @@ def _sync_files(directory: Path) -> Digests:
     for place, folders, files in os.walk(directory):
         for name in (*files, *folders):
             entry = Path(place, name)
+            # A link would point outside of the checkpoint, and reading a pipe would block.
             if entry.is_symlink() or not (entry.is_file() or entry.is_dir()):
                 inside = entry.relative_to(directory).as_posix()
                 raise CheckpointError(f"{inside}: expected a file or a folder to store, got a link or something else")
@@ -399,6 +411,8 @@ def _move(source: Path, target: Path, names: Sequence[str]) -> None:
 
 def _commit(temporary: Path, metadata: Mapping[str, Any], digests: Digests, target: Path) -> None:
     write_file(DISK, temporary / MANIFEST, [make_stored_manifest(metadata, digests)])
+    # The order makes a checkpoint complete or absent after a power failure: files, manifest, folders, then the
+    # rename.
     for place, _, _ in os.walk(temporary):
         DISK.sync_directory(Path(place))
     DISK.rename(temporary, target)

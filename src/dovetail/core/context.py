@@ -102,9 +102,11 @@ def init(
         >>> context.info is None, context.distributed.size
         (True, 1)
     """
+    # Raises for an unknown value.
     TensorboardMode(tensorboard_mode)
     info = get_cluster_info()
     given = info.directory if info is not None else None
+    # The folder of the launcher is more specific than the configuration, which is shared by all trials.
     storage = checkpoint_storage or given or (info.config.get("checkpoint_storage") if info is not None else None)
     folder = storage_directory(storage or "checkpoints")
     peers = DistributedContext.from_environment() if distributed is None else distributed

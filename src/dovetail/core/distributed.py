@@ -78,6 +78,7 @@ class DistributedContext:
                 "this process is in no group: start it by 'python -m dovetail.launch' or 'torchrun', which set RANK, "
                 "WORLD_SIZE and MASTER_ADDR"
             )
+        # The process group decides: a script may have assigned other ranks than the launcher's variables.
         has_met = dist.is_initialized()
         rank = dist.get_rank() if has_met else _number("RANK")
         size = dist.get_world_size() if has_met else _number("WORLD_SIZE")
@@ -191,6 +192,7 @@ class DistributedContext:
         if self._group is not None:
             if error is not None:
                 self._group.tell_failure(error)
+            # A group that the user's script created stays open for it.
             if self._is_owner:
                 self._group.leave()
             self._group = None
@@ -213,10 +215,12 @@ class DistributedContext:
         # Another object may have left the group for the whole process.
         if self._group is None or not dist.is_initialized():
             self._is_owner = not dist.is_initialized()
+            # On first use: a script that sends no messages never waits for other processes.
             group = Group.join(local_device(self.local_rank), None if is_launched() else self._place())
+            # Otherwise `gather` and `is_chief` would disagree about the ranks.
             if (group.rank, group.size) != (self.rank, self.size):
                 raise ConfigError(
-                    f"this process is rank {group.rank} of {group.size}, but its DistributedContext says rank "
+                    f"this process is rank {group.rank} of {group.size}, but its DistributedContext has rank "
                     f"{self.rank} of {self.size}"
                 )
             self._group = group

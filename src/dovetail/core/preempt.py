@@ -76,6 +76,7 @@ class PreemptContext:
         """
         is_requested = self.signal is not None
         if self._mode is PreemptMode.WorkersAskChief:
+            # Signals reach processes at different times; with the chief's value all exit at the same step.
             is_requested = bool(self._distributed.broadcast(is_requested))
         elif self._mode is PreemptMode.ChiefOnly and not self._distributed.is_chief:
             raise ConfigError(
@@ -90,6 +91,7 @@ class PreemptContext:
         """Record for the experiment, if there is one, that the script exits because of an exit request."""
         folder = os.environ.get(ATTEMPT)
         if folder is not None and self._distributed.is_chief:
+            # A full disk must not keep the script from saving and exiting.
             with suppress(OSError):
                 Path(folder, PREEMPTED).touch()
 

@@ -186,6 +186,7 @@ class TrainContext:
             return None
         rows = [row["metrics"] for row in read_metrics(path) if row.get("group") == "validation"]
         values = [row[searcher["metric"]] for row in rows if searcher.get("metric") in row]
+        # A metric may be text or a list in some reports.
         numbers = [float(value) for value in values if isinstance(value, (int, float)) and not math.isnan(value)]
         best = min if searcher.get("smaller_is_better", True) else max
         return best(numbers, default=None)
@@ -241,8 +242,11 @@ class TrainContext:
         path = self.directory / METRICS
         if not self._is_open:
             self.directory.mkdir(parents=True, exist_ok=True)
+            # Otherwise the first report of a resumed process would be appended to half a line, and both would be
+            # lost.
             _end_at_a_line(path)
             self._is_open = True
+        # NaN and infinity are text by now; other readers of JSON reject Python's constants.
         line = json.dumps({**row, "time": time.time()}, allow_nan=False) + "\n"
         # One write per line to a newly opened file, so that no other process sees or inherits half of a line.
         with path.open("ab", buffering=0) as file:
@@ -258,6 +262,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Raises:
         DataError: A line is not a report of `TrainContext`.
     """
+    # The last part is empty, or a line that is being written.
     *lines, _ = Path(path).read_bytes().split(b"\n")
     rows = []
     for number, line in enumerate(lines, 1):
@@ -295,6 +300,7 @@ def _checked(values: Any, name: str) -> dict[str, Any]:
 def _plain(value: Any, name: str) -> Any:
     """Return a value in a form that JSON can represent."""
     if isinstance(value, (Tensor, np.ndarray, np.generic)):
+        # A tensor without dimensions becomes a number, others become lists.
         value = value.tolist()
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

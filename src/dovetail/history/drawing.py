@@ -62,6 +62,7 @@ def _as_png(figure: Any) -> bytes:
 def _draw_panel(
     axes: Any, metric: str, curves: Mapping[str, Series], styles: Mapping[str, tuple[str, str]], counter: str
 ) -> None:
+    """Draw the curves of one metric, one per stage, and mark the best value of the validation."""
     for stage, points in curves.items():
         colour, marker = styles[stage]
         x = [row[counter] for row, _ in points] if counter else range(1, len(points) + 1)

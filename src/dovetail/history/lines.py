@@ -52,6 +52,7 @@ def decode(key: str, value: Any) -> Any:
     """Return the original of a value that `encode` returned for a key."""
     if isinstance(value, list):
         return [decode(key, item) for item in value]
+    # The name of a stage is text, even if it is "NaN".
     return _NON_FINITE.get(value, value) if isinstance(value, str) and key != "stage" else value
 
 
@@ -89,6 +90,7 @@ def check_header(path: Path, line: bytes) -> None:
 
 
 def _parse_row(line: bytes) -> dict[str, Any]:
+    """Return the row of a line; raise ValueError if the line has another form."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -157,8 +159,10 @@ def write_atomically(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
+            # While the file is locked: another writer must not truncate it before it has its final name.
             if os.name != "nt":
                 unfinished.replace(path)
+        # Windows cannot rename an open file.
         if os.name == "nt":
             unfinished.replace(path)
     except BaseException:

@@ -40,6 +40,7 @@ def mode_of(monitor: str) -> Mode:
 
 def mode_or_none(metric: str) -> Mode | None:
     """Return which values of a metric are good; None if its name has a word for neither or for both."""
+    # The 1 belongs to `f1`.
     words = set(re.findall(r"[a-z]+1?", metric.lower()))
     falls, rises = bool(words & _SMALL_IS_GOOD), bool(words & _LARGE_IS_GOOD)
     return None if falls == rises else "min" if falls else "max"

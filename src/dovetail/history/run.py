@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 _MAX_HEADER = 1000
 # Number of rows that a notebook shows.
+# Jupyter aligns cells at the right itself; converted notebooks may not.
+_ROW = '<tr style="text-align:right">'
 _SHOWN_ROWS = 20
 _OTHER_FORMATS = (".csv", ".json", ".parquet", ".tsv", ".xlsx")
 
@@ -166,6 +168,7 @@ class History(RunHistory):
         pd = require("pandas", "pandas")
         columns = self.to_dict()
         counters = [key for key, column in columns.items() if any(isinstance(value, int) for value in column)]
+        # `Int64` has missing values, which rows without a counter need.
         frame: pandas.DataFrame = pd.DataFrame(columns).astype(dict.fromkeys(counters, "Int64"))
         return frame
 
@@ -234,6 +237,7 @@ class History(RunHistory):
         path = Path(path).absolute()
         if path.is_dir():
             raise ConfigError(f"{path}: expected the file of a history, got a folder")
+        # A wrong path must not overwrite a file of the user.
         if path.exists() and path.stat().st_size:
             with path.open("rb") as file:
                 check_header(path, file.readline(_MAX_HEADER))
@@ -282,6 +286,7 @@ class History(RunHistory):
             self.attach(self._path)
 
     def _content(self) -> bytes:
+        """Return the whole history as the content of a file."""
         # Losses are placed where they were first written, so that resumed and uninterrupted runs write the same file.
         lines: list[Mapping[str, Any]] = [{HEADER: VERSION}]
         row, loss = 0, 0
@@ -304,6 +309,7 @@ class History(RunHistory):
         return self._cuts[-1][1] if self._cuts else 0
 
     def _append(self, *rows: Mapping[str, Any]) -> None:
+        """Append rows to the attached file; without one, do nothing."""
         if self._path is None or not rows:
             return
         lines = b"".join(map(as_line, rows))
@@ -337,7 +343,7 @@ class History(RunHistory):
             if name not in known:
                 raise self._unknown(name)
         if not chosen:
-            raise ConfigError("there is nothing to draw: the history has no metrics")
+            raise ConfigError("cannot draw an empty history: it has no metrics")
         return draw({name: self._series(name) for name in chosen}, None if path is None else Path(path))
 
     def _repr_html_(self) -> str:
@@ -347,8 +353,8 @@ class History(RunHistory):
         cells = [[_cell(row.get(name)) for name in columns] for row in rows]
         left_out = len(self.rows) - len(rows)
         lines = [
-            "<table><thead><tr>" + "".join(f"<th>{escape(name)}</th>" for name in columns) + "</tr></thead><tbody>",
-            *("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in cells),
+            f"<table><thead>{_ROW}" + "".join(f"<th>{escape(name)}</th>" for name in columns) + "</tr></thead><tbody>",
+            *(_ROW + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in cells),
             "</tbody></table>",
             f"<p>{escape(counted(left_out, 'earlier row'))}</p>" if left_out else "",
         ]

@@ -58,9 +58,7 @@ class FitOptions:
 
 
 class TrialTrainer(SingleProcessTrainer):
-    """The trainer of a trial: it calls the trial's methods from the training loop.
-
-    `Trainer` adds the layers that the context requests. Other layers may be added as well.
+    """The trainer of a trial, which calls its methods from the training loop; `Trainer` adds layers around it.
 
     Args:
         trial: The trial to train.
@@ -113,7 +111,7 @@ class TrialTrainer(SingleProcessTrainer):
         if folder is not None and chief:
             TrainContext(folder, is_chief=True).report_early_exit(ExitedReason.INVALID_HP)
 
-    # ------------------------------------------------------------------ seams
+    # ------------------------------------------------------------------ overridden methods of the trainer
 
     def get_optimizer(self, model: nn.Module) -> Sequence[Optimizer]:
         if not self.trial_context.optimizers:
@@ -244,6 +242,7 @@ class TrialTrainer(SingleProcessTrainer):
                 start_epoch(callback, epoch)
         means = super().train_epoch()
         if not context.run.interrupted:
+            # Before the validation, as in Determined; the loop would step them after it.
             for bound in context.schedulers:
                 if bound.interval == "epoch":
                     bound.advance(1, None)
@@ -329,6 +328,7 @@ class TrialTrainer(SingleProcessTrainer):
         if window.num_batches > 1 and any(it is optimizer for it in context.summed):
             for parameter in _parameters(optimizer):
                 if parameter.grad is not None:
+                    # The loop has averaged over the batches of the window.
                     parameter.grad.mul_(window.num_batches)
         clip = context.clips.get(optimizer)
         if clip is not None:
@@ -533,7 +533,7 @@ class _Workload(Callback):
             self._before = now
 
     def _is_followed(self, context: TrainingContext, path: Path) -> bool:
-        """Whether a checkpoint is the best one and a periodic one of the same batch will be written next."""
+        """Return whether a checkpoint is the best one and a periodic one of the same batch will be written next."""
         run = context.run
         if run.plan is None or run.saver is None or path != run.saver.best_path:
             return False
@@ -568,7 +568,7 @@ class _OwnScaler(Precision):
         super().__init__("fp32")
         self.scaler = scaler
 
-    def begin(self, *, anew: bool) -> None:
+    def start_run(self, *, is_new_run: bool) -> None:
         """Do nothing: the trial created the scaler."""
 
     def scale(self, loss: Tensor) -> Tensor:

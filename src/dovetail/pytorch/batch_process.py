@@ -90,6 +90,7 @@ class TorchBatchProcessorContext:
             yield Path(folder)
             for file in sorted(Path(folder).rglob("*")):
                 if file.is_file():
+                    # The temporary folder is inside of `output_path`, so that this is a rename on one file system.
                     target = self.output_path / file.relative_to(folder)
                     target.parent.mkdir(parents=True, exist_ok=True)
                     file.replace(target)
@@ -214,22 +215,27 @@ def torch_batch_process(
         raise DataError(f"expected a dataset with indices and a length, got {type(dataset).__name__}")
     with core.init(distributed=distributed_context) as context:
         peers = context.distributed
+        # Identifies the work: with another dataset or batch size, the stored number of batches means other samples.
         work = {"processor": batch_processor_cls.__qualname__, "samples": len(dataset), "batch_size": batch_size}
         progress = _Progress(context, work)
         output = context.checkpoint.directory / progress.output / f"rank_{peers.rank}"
         given = TorchBatchProcessorContext(context, output, max_batches)
         processor = batch_processor_cls(given)
-        share = Share(peers.size, peers.rank, begun=progress.steps, used=progress.batches)
-        turn, skipped = share.turn(share.begun)
+        # A resumed run may have another number of processes: batches that are done are left out, the rest is dealt
+        # again.
+        share = Share(peers.size, peers.rank, start_step=progress.steps, used=progress.batches)
+        turn, skipped = share.turn(share.start_step)
         loader = DataLoader(
             dataset, batch_size=batch_size, shuffle=False, num_replicas=peers.size, rank=turn, **settings
         )
         loader.skip(skipped)
+        # The batches of the whole dataset; the loader has only the batches of this process.
         total = len(dataset) // batch_size if loader.drop_last else -(-len(dataset) // batch_size)
         # The same number in every process, also if batches do not divide: otherwise the collective calls below hang.
         num_steps = share.num_steps(total) if max_batches is None else min(share.num_steps(total), max_batches)
         batches = iter(loader)
-        for step in range(share.begun, num_steps):
+        for step in range(share.start_step, num_steps):
+            # At most one batch: in the last step, some processes have none left but must still make the calls below.
             for batch in islice(batches, 1):
                 with torch.no_grad():
                     processor.process_batch(batch, step)
@@ -241,11 +247,14 @@ def torch_batch_process(
                 progress.keep(done, share.position(done), given._gather_values())
                 context.train.report_progress(done / num_steps)
                 if done < num_steps and context.preempt.should_preempt():
+                    # The chief's signal, so that all processes exit with the same code.
                     raise Interrupted(peers.broadcast(context.preempt.signal or signal.SIGTERM))
+        # The values of interrupted runs count as further processes.
         metrics = given._reducers.reduce("predict", lambda own: [*progress.earlier, *peers.allgather(own)])
         if metrics:
             context.train.report_metrics(_GROUP, num_steps, metrics)
         processor.on_finish()
+        # The progress is removed only after every process has finished its results.
         peers.allgather(None)
         progress.remove()
         if peers.is_chief and output.parent.exists():
@@ -264,6 +273,7 @@ class _Progress:
 
     def __init__(self, context: core.Context, work: Mapping[str, Any]) -> None:
         self._store, self._peers, self._work = context.checkpoint, context.distributed, dict(work)
+        # Only the chief searches, so that all processes resume from the same checkpoint.
         self._latest = self._peers.broadcast(self._found() if self._peers.is_chief else None)
         self.steps, self.batches, self.output, self.earlier = 0, 0, f"output-{uuid.uuid4()}", []
         if self._latest is not None:
@@ -278,6 +288,7 @@ class _Progress:
             with self._store.restore_path(self._latest) as path:
                 self.earlier = checkpoint.load(path / _REDUCERS)["slots"]
             _logger.info("resuming after %d batches", self.batches)
+        # Each process has drawn another random name; all use the chief's.
         self.output = self._peers.broadcast(self.output)
 
     def keep(self, steps: int, batches: int, gathered: list[Any]) -> None:
@@ -287,6 +298,7 @@ class _Progress:
         metadata = {"steps_completed": steps, "batches": batches, "output": self.output, "batch_process": self._work}
         with self._store.store_path(metadata) as (path, storage_id):
             checkpoint.save(path / _REDUCERS, {"slots": [*self.earlier, *gathered]})
+        # After the new checkpoint is complete: a kill in between leaves two, and the newest one is used.
         if self._latest is not None:
             self._store.delete(self._latest)
         self._latest = storage_id
@@ -325,5 +337,5 @@ def _batch_size(given: int | None, settings: dict[str, Any]) -> int:
 
 
 def _is_count(value: Any) -> bool:
-    """Whether a value is a whole number from 1 on."""
+    """Return whether a value is a whole number from 1 on."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1

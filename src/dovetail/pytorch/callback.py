@@ -64,6 +64,7 @@ class PyTorchCallback:
     def on_checkpoint_save_start(self, checkpoint: dict[str, Any]) -> None:
         """Called before a checkpoint is written. Added entries are stored; changes to existing ones are not."""
 
+    # Only the first process calls this hook and the next one: checkpoints are written there.
     def on_checkpoint_write_end(self, checkpoint_dir: str) -> None:
         """Called after a checkpoint was written.
 
@@ -100,10 +101,12 @@ def checked_callbacks(callbacks: Any) -> dict[str, PyTorchCallback]:
     hooks = [name for name in vars(PyTorchCallback) if not name.startswith("_")]
     for callback in callbacks.values():
         kind = type(callback)
+        # Also inherited hooks, but not attributes such as `on_gpu = True`.
         for name in dir(kind):
             if name.startswith("on_") and name not in hooks and callable(getattr(kind, name)):
                 raise UnknownNameError(f"hook of {kind.__name__}, a PyTorchCallback,", name, hooks, _HOOKS)
         if not _takes_epoch(callback):
+            # Older trials of Determined define the hook without a parameter.
             warnings.warn(
                 f"{kind.__name__}.on_training_epoch_start() without parameters is deprecated: add epoch_idx",
                 FutureWarning,
@@ -115,6 +118,7 @@ def checked_callbacks(callbacks: Any) -> dict[str, PyTorchCallback]:
 def start_epoch(callback: PyTorchCallback, epoch: int) -> None:
     """Call `on_training_epoch_start`, also the deprecated form without a parameter."""
     hook: Any = callback.on_training_epoch_start
+    # One argument or none: True times a list of one item is the list.
     hook(*[epoch] * _takes_epoch(callback))
 
 

@@ -372,11 +372,11 @@ class PyTorchTrialContext:
         return to_device(data, self.device, self._warned_types)
 
     def is_epoch_start(self) -> bool:
-        """Whether the current batch is the first of its epoch."""
+        """Return whether the current batch is the first of its epoch."""
         return self._run("is_epoch_start").progress.batch == 0
 
     def is_epoch_end(self) -> bool:
-        """Whether the current batch is the last of its epoch; False if the data has no length."""
+        """Return whether the current batch is the last of its epoch; False if the data has no length."""
         context = self._run("is_epoch_end")
         trainer = context.run.trainer
         return trainer is not None and context.progress.batch + 1 == trainer.num_batches("train")
@@ -408,7 +408,7 @@ class PyTorchTrialContext:
             raise ConfigError("set_stop_requested: a stop request cannot be withdrawn")
 
     def get_stop_requested(self) -> bool:
-        """Whether a stop of the training was requested."""
+        """Return whether a stop of the training was requested."""
         if self._training is None or self._training.run.trainer is None:
             return self._stops_early
         run = self._training.run
@@ -491,7 +491,7 @@ class PyTorchTrialContext:
         return self._writer
 
     def get_enable_tensorboard_logging(self) -> bool:
-        """Whether reported metrics are written for TensorBoard."""
+        """Return whether reported metrics are written for TensorBoard."""
         return self.logs_tensorboard
 
     def set_enable_tensorboard_logging(self, enable_tensorboard_logging: bool) -> None:

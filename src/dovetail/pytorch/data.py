@@ -48,8 +48,10 @@ def to_device(data: Any, device: torch.device | str, warned_types: set[type] | N
     def moved(leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.device == target:
             return leaf
+        # Floats, complex and whole numbers, and booleans; torch has no tensors of text or objects.
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fciub":
             return torch.from_numpy(leaf).to(target)
+        # Batches of other libraries, such as packed sequences and graphs, have this method without a common class.
         move = getattr(leaf, "to", None)
         if callable(move):
             return move(target)
@@ -115,6 +117,7 @@ class DataLoader(data.DataLoader[T_co]):
             >>> next(iter(loader)).tolist() == first != second
             True
         """
+        # A subclass may have another constructor, so it cannot be rebuilt.
         if type(self) is not DataLoader or not _is_unseeded(self):
             return self
         loader = DataLoader.from_torch(self, seed=seed, num_replicas=self.num_replicas, rank=self.rank)
@@ -141,6 +144,7 @@ class EndlessLoader:
             raise DataError(f"skip: expected a number of batches that is not negative, got {skip}")
         if not 0 <= rank < num_replicas:
             raise DataError(f"rank: expected 0 <= rank < num_replicas = {num_replicas}, got {rank}")
+        # A copy without the user's division over processes: the batches of all epochs are divided here.
         self._whole = data.DataLoader.from_torch(loader)
         self._skip = skip
         self._num_replicas = num_replicas
@@ -152,6 +156,7 @@ class EndlessLoader:
     def __iter__(self) -> Iterator[Any]:
         first = self._rank + self._skip * self._num_replicas
         if isinstance(self._whole.dataset, IterableDataset):
+            # A stream has no indices: every process reads all batches and uses its own.
             return islice(self._streamed(), first, None, self._num_replicas)
         return self._dealt(first)
 
@@ -169,7 +174,9 @@ class EndlessLoader:
         total, num_replicas = len(self._whole), self._num_replicas
         if total == 0:
             raise DataError(_EMPTY)
+        # One loader for each rank that this process takes, because the ranks change from epoch to epoch.
         shares: dict[int, data.DataLoader[Any]] = {}
+        # The epoch and the batch at which this process starts, because `skip` may be longer than an epoch.
         begun, index = divmod(first, total)
         if self._whole.seed is None:
             for _ in range(begun):
@@ -184,6 +191,7 @@ class EndlessLoader:
             shares[turn].set_epoch(epoch)
             shares[turn].skip(start)
             yield from shares[turn]
+            # The position of this process's next batch, counted from the start of the next epoch.
             index += len(range(index, total, num_replicas)) * num_replicas - total
 
 
@@ -191,9 +199,10 @@ _EMPTY = "a loader without batches cannot be repeated"
 
 
 def _is_unseeded(loader: data.DataLoader[Any]) -> bool:
-    """Whether torch's global generator orders the samples, so that a seed may replace it."""
+    """Return whether torch's global generator orders the samples, so that a seed may replace it."""
     sampler = loader.sampler
     return (
+        # Exactly torch's sampler of `shuffle=True`; with any other one, the user has chosen the order.
         type(sampler) is RandomSampler
         and sampler.generator is None
         and not sampler.replacement

@@ -31,6 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"dovetail.launch: {error}", file=sys.stderr)
         return 2
+    # Outside of the `try`: an error of the trial keeps its traceback, and is not mistaken for a wrong name.
     fit_trial_class(trial_class)
     return 0
 
@@ -58,6 +59,7 @@ def load_trial_class(name: str) -> type[PyTorchTrial]:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
         raise ConfigError(f"entrypoint: expected the name of a module and a class, got {name!r}: {error}") from error
+    # A class may be nested in another one.
     for attribute in attributes.split("."):
         if not hasattr(found, attribute):
             classes = [name for name, value in vars(found).items() if _is_trial_class(value)]
@@ -82,8 +84,10 @@ def fit_trial_class(trial_class: type[PyTorchTrial]) -> dict[str, Any]:
             trial = trial_class(context)
         except InvalidHP:
             if context.directory is not None and context.distributed.is_chief:
+                # `Trainer.fit` reports this itself, but there is no trainer before the trial is built.
                 TrainContext(context.directory, is_chief=True).report_early_exit(EarlyExitReason.INVALID_HP)
             raise
+        # Determined's key for the number of batches between two reports.
         reporting = Batches(int(config.get("scheduling_unit", _REPORTING)))
         return Trainer(trial, context).fit(max_length=trial_length(config), reporting_period=reporting)
 

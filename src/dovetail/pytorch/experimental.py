@@ -1,4 +1,4 @@
-"""Batch processing by the name that it has in Determined."""
+"""Batch processing, at the path that it has in Determined."""
 
 from __future__ import annotations
 

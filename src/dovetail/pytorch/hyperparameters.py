@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 class MissingHyperparameterError(UnknownNameError, KeyError):
     """Raised when a trial reads a hyperparameter that was not given."""
 
+    # `KeyError` would show the message in quotes, with escapes.
     __str__ = Exception.__str__
 
 
@@ -48,6 +49,7 @@ def with_defaults(hparams: Mapping[str, Any], defaults: Mapping[str, Any]) -> di
         for name, value in hparams.items()
         if isinstance(value, Mapping) and isinstance(defaults.get(name), Mapping)
     }
+    # `nested` last, because its mappings contain the values of both.
     return {**defaults, **hparams, **nested}
 
 

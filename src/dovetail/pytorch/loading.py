@@ -16,6 +16,7 @@ from dovetail.errors import CheckpointError, ConfigError
 from dovetail.pytorch.context import PyTorchTrialContext
 from dovetail.pytorch.hyperparameters import Hyperparameters
 from dovetail.pytorch.trial import PyTorchTrial
+from dovetail.trainers.frozen import with_base
 
 _Trial = TypeVar("_Trial", bound=PyTorchTrial)
 
@@ -41,6 +42,7 @@ def load_trial_from_checkpoint_path(
     if trial_class is None:
         named = own.get("trial_class", "unknown")
         raise ConfigError(f"trial_class: names in files are not imported: give the class (it was {named})")
+    # One process and no folder: the trial is inspected or predicts, and writes nothing.
     context = PyTorchTrialContext(
         hparams=own["hparams"], config=own["experiment_config"], distributed=DistributedContext(), verbose=False
     )
@@ -56,6 +58,7 @@ def checkpoint_of(root: Path | None, trial_id: int) -> Path:
     """
     home = Path(os.environ.get("DOVETAIL_HOME") or ".dovetail")
     places = [] if root is None else [root / f"trial_{trial_id}"]
+    # Trials of experiments have numbers that are unique in the folder of all experiments.
     places += home.glob(f"experiments/*/trials/trial_{trial_id}")
     folder = next((place for place in places if place.is_dir()), None)
     if folder is None and root is None:
@@ -66,6 +69,7 @@ def checkpoint_of(root: Path | None, trial_id: int) -> Path:
         raise CheckpointError(
             f"trial {trial_id} has no checkpoints: there is no folder {places[0]}, nor one of an experiment in {home}"
         )
+    # The name under which the trainer keeps the checkpoint of the best validation.
     best = folder / "best_ck"
     found = best if best.is_dir() else store.latest(folder)
     if found is None:
@@ -92,12 +96,14 @@ def _build(
 ) -> _Trial:
     own = _own(state, path)
     trial = context.build_trial(trial_class, **kwargs)
+    # The models that the constructor has wrapped, with a copy of the given context.
     models = trial.made_with.models
     if len(models) != own["num_models"]:
         raise CheckpointError(f"{path} holds {own['num_models']} models, {trial_class.__name__} has {len(models)}")
+    # The same form as in `TrialTrainer`, because the names in the checkpoint depend on it.
     model = models[0] if len(models) == 1 else nn.ModuleList(models)
     try:
-        model.load_state_dict(state["model"])
+        model.load_state_dict(with_base(state, model)["model"])
     except RuntimeError as error:
         raise CheckpointError(f"{path} does not fit {trial_class.__name__}: {error}") from error
     return trial

@@ -48,12 +48,15 @@ class LRScheduler:
         if not isinstance(given, self.StepMode):
             names = ", ".join(mode.name for mode in self.StepMode)
             raise ConfigError(f"step_mode: expected one of LRScheduler.StepMode ({names}), got {given!r}")
+        # True is an int in Python, and would mean a frequency of 1.
         if isinstance(frequency, bool) or not isinstance(frequency, int) or frequency < 1:
             raise ConfigError(f"frequency: expected a whole number from 1 on, got {frequency!r}")
+        # The loop steps a scheduler at an update or the end of an epoch, where no validation metric is known.
         if isinstance(scheduler, ReduceLROnPlateau) and given is not self.StepMode.MANUAL_STEP:
             raise ConfigError(
                 f"step_mode: expected MANUAL_STEP for ReduceLROnPlateau, whose step takes a metric, got {given.name}"
             )
+        # The wrapped scheduler is kept unchanged; the loop steps it through `bound`.
         self.scheduler = scheduler
         self.step_mode = step_mode
         self.frequency = frequency

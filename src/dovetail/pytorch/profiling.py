@@ -24,6 +24,7 @@ class TorchProfiler(Callback):
 
         assert self._context.profiler_settings is not None
         args, kwargs = self._context.profiler_settings
+        # The user's settings come last, so that a handler of the user replaces this one.
         kwargs = {"on_trace_ready": tensorboard_trace_handler(str(self._context.get_tensorboard_path())), **kwargs}
         self._profiler = profile(*args, **kwargs)
         self._profiler.start()
@@ -38,6 +39,7 @@ class TorchProfiler(Callback):
         self._stop()
 
     def _stop(self) -> None:
+        # A profiler can be stopped only once, and an error after the end of training calls both hooks.
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             profiler.stop()

@@ -106,6 +106,7 @@ class FunctionReducer(MetricReducer):
 
     def update(self, value: Any) -> None:
         """Add a value. Tensors are detached."""
+        # Otherwise the values would keep the graphs of all batches in memory.
         self._values.append(map_tensors(Tensor.detach, value))
 
     def reset(self) -> None:
@@ -149,10 +150,12 @@ class Reducers:
         A function is wrapped in an object with the method `update(value)`.
         """
         if not isinstance(reducer, MetricReducer):
+            # A class is callable, so a reducer that was not instantiated would be taken for a function.
             if not callable(reducer) or (isinstance(reducer, type) and issubclass(reducer, MetricReducer)):
                 raise ConfigError(f"wrap_reducer: expected a MetricReducer or a function of a list, got {reducer!r}")
             reducer = FunctionReducer(reducer)
         for other in self._wrapped:
+            # Two reducers may have one name if they are never reported together.
             meets = (for_training and other.for_training) or (for_validation and other.for_validation)
             if meets and name is not None and name == other.name:
                 raise ConfigError(f"wrap_reducer: expected a different name for each reducer, got {name!r} twice")
@@ -169,6 +172,7 @@ class Reducers:
         chosen = self._of(stage)
         if not chosen:
             return {}
+        # One collective call for all reducers: all processes wrap the same reducers in the same order.
         slots = exchange([wrapped.per_slot_reduce() for wrapped in chosen])
         metrics: dict[str, Any] = {}
         for wrapped, per_slot in zip(chosen, zip(*slots, strict=True), strict=True):
@@ -189,6 +193,7 @@ class Reducers:
             yield
         finally:
             for it, state in zip(self._wrapped, kept, strict=True):
+                # Attributes that the block has added must disappear, too.
                 vars(it.reducer).clear()
                 vars(it.reducer).update(state)
 
@@ -261,6 +266,7 @@ def reduce_validation(
             raise ConfigError(f"evaluation_reducer: expected AVG, SUM, MAX or MIN of pytorch.Reducer, got {rule!r}")
     columns, weights = _columns(batch_metrics, sizes)
     own = {name: _folded(rules.get(name, default), values, weights) for name, values in columns.items()}
+    # A process without validation batches takes part in the exchange, but has no metrics to compare.
     slots = [slot for slot in exchange({"weight": sum(weights), "folded": own}) if slot["weight"]]
     if not slots:
         raise DataError("validation: expected at least one batch with samples, got none")
@@ -269,12 +275,14 @@ def reduce_validation(
         if name not in known:
             raise UnknownNameError("metric of evaluation_reducer", name, known)
     for slot in slots:
+        # Checked after the exchange: an error before it in one process would let all others wait.
         for name in sorted(known.keys() ^ slot["folded"].keys()):
             raise DataError(f"evaluate_batch: the metric {name!r} is there in some processes only")
     metrics = {}
     for name in known:
         rule = rules.get(name, default)
         folded = _fold(rule, torch.tensor([slot["folded"][name] for slot in slots], dtype=torch.float64))
+        # The sum over samples was exchanged, so that the mean is exact for processes with unequal numbers of samples.
         metrics[name] = folded / total if rule is Reducer.AVG else folded
     return metrics
 
@@ -309,6 +317,7 @@ def _columns(
 
 def _folded(rule: Reducer, values: list[float], weights: list[int]) -> float:
     column = torch.tensor(values, dtype=torch.float64)
+    # For a mean, this is the sum over samples, which `reduce_validation` divides by the samples of all processes.
     return _fold(rule, column * torch.tensor(weights) if rule is Reducer.AVG else column)
 
 
@@ -328,6 +337,7 @@ def as_scalar(value: Any) -> Tensor | float | None:
         (0.5, tensor(3), None, None)
     """
     if isinstance(value, Tensor):
+        # Not `item()`, which would wait for the device in every step.
         return value.reshape(()) if value.numel() == 1 and not value.is_complex() else None
     if isinstance(value, (np.ndarray, np.generic)):
         number: float | None = value.item() if value.size == 1 and value.dtype.kind in "biuf" else None

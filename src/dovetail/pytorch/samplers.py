@@ -43,6 +43,7 @@ class _Wrapper(Sampler[T]):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass in the nearest wrapped sampler that has epochs."""
         sampler: object = self.sampler
+        # A batch sampler of torch has no epochs and does not forward them to the sampler inside.
         while isinstance(sampler, BatchSampler) and not isinstance(sampler, EpochSampler):
             sampler = sampler.sampler
         if isinstance(sampler, EpochSampler):
@@ -67,9 +68,12 @@ class RepeatSampler(_Wrapper[T]):
                 is_empty = False
                 yield item
             if is_empty:
+                # Otherwise the loop would run forever without an item.
                 raise DataError("sampler: expected a sampler with at least one index, got none")
 
 
+# Determined has two classes per sampler, for indices and for batches. Here a batch is an item like any other, so the
+# second class is only a name.
 class RepeatBatchSampler(RepeatSampler[list[Any]]):
     """`RepeatSampler` for the batches of a batch sampler.
 
@@ -105,6 +109,7 @@ class DistributedSampler(_Wrapper[T]):
         self.rank = rank
 
     def __len__(self) -> int:
+        # The number of items r, r + n, r + 2 n, … below the length.
         return len(range(self.rank, super().__len__(), self.num_workers))
 
     def __iter__(self) -> Iterator[T]:
@@ -145,6 +150,7 @@ class SkipSampler(_Wrapper[T]):
         self._start = skip
 
     def __iter__(self) -> Iterator[T]:
+        # Reset at once: a pass that is not finished counts as the first one, too.
         start, self._start = self._start, 0
         return islice(self.sampler, start, None)
 
@@ -189,6 +195,7 @@ class ReproducibleShuffleSampler(_Wrapper[T]):
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[T]:
+        # The rule of `DataLoader`, so that both have the same order.
         generator = torch.Generator().manual_seed(derive_seed(self.seed, self._epoch, 1, rule="loader"))
         self._epoch += 1
         items = list(self.sampler)

@@ -21,6 +21,7 @@ class TorchWriter:
     def __init__(self) -> None:
         info = get_cluster_info()
         config = info.config if info is not None else {}
+        # Only for the rules of folders: this context trains nothing and wraps nothing.
         context = PyTorchTrialContext(
             hparams={},
             config=config,

@@ -53,6 +53,7 @@ class Trainer:
     def layers(self) -> AnyTrainer:
         """The trial's trainer in the layers for the precision and the processes of the context."""
         trainer: AnyTrainer = self.adapter
+        # Either order of these two layers gives the same bits.
         if self.context.distributed.size > 1:
             trainer = DDPTrainer(trainer)
         precision = self.context.experimental.amp
@@ -113,8 +114,10 @@ class Trainer:
         validation = _either(validation_period, min_validation_period, "validation_period", config)
         saving = _either(checkpoint_period, min_checkpoint_period, "checkpoint_period", config)
         length = max_length if max_length is not None else section(config, "searcher").get("max_length")
+        # `dovetail experiment create --test` sets the variable, so that the script needs no change.
         test_mode = test_mode or bool(os.environ.get(TEST_MODE))
         if test_mode:
+            # Without periods, validation and checkpoint follow after the only batch.
             length, validation, saving = Batches(1), None, None
         if length is None:
             raise ConfigError(
@@ -128,6 +131,7 @@ class Trainer:
             step_zero_validation = bool(config.get("perform_initial_validation", False))
         if profiling_enabled is None:
             profiling_enabled = bool(section(config, "profiling").get("enabled", False))
+        # Used twice: by the layers to resume, and by the adapter for the arguments of `on_trial_startup`.
         source = current_checkpoint(self.context, latest_checkpoint)
         self.adapter.fit_options = FitOptions(
             reporting=parse_unit(reporting_period or AT_THE_END, "reporting_period"),
@@ -147,8 +151,10 @@ class Trainer:
                 resume=source,
             )
         except InvalidHP:
+            # The search then replaces the trial instead of restarting it.
             self.adapter.report_invalid()
             raise
+        # These have the trial's names and include metrics that are not numbers; the history has numbers only.
         return self.adapter.validation_metrics()
 
     def predict(self, data: Any) -> Any:

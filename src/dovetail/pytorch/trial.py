@@ -59,6 +59,7 @@ class PyTorchTrial(ABC):
 
     def __new__(cls, context: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Store the context, so that the trainer finds the models and optimizers that the trial wraps."""
+        # In `__new__`, because constructors of Determined's trials do not call `super().__init__`.
         trial = super().__new__(cls)
         trial.made_with = context
         return trial
@@ -113,7 +114,7 @@ class PyTorchTrial(ABC):
 
 
 def defines(trial: PyTorchTrial, *methods: str) -> bool:
-    """Whether a trial has its own version of any of these methods."""
+    """Return whether a trial has its own version of any of these methods."""
     return any(getattr(type(trial), method) is not getattr(PyTorchTrial, method) for method in methods)
 
 
@@ -124,6 +125,7 @@ def check_methods(trial: PyTorchTrial) -> None:
         raise ConfigError(f"{kind.__name__} has both evaluate_batch and evaluate_full_dataset: expected one of them")
     for name, nearest in misspelled_methods(kind, PyTorchTrial):
         warnings.warn(f"{kind.__name__}.{name} is never called: did you mean {nearest}?", UserWarning, stacklevel=2)
+    # The reducer combines metrics of batches, which this trial does not have.
     if defines(trial, "evaluate_full_dataset") and defines(trial, "evaluation_reducer"):
         warnings.warn(
             f"{kind.__name__}.evaluation_reducer is never called, because evaluate_full_dataset returns final metrics",
@@ -133,7 +135,8 @@ def check_methods(trial: PyTorchTrial) -> None:
 
 
 def takes_index(trial: PyTorchTrial) -> bool:
-    """Whether `evaluate_batch` takes the index of the batch as a second argument."""
+    """Return whether `evaluate_batch` takes the index of the batch as a second argument."""
     parameters = inspect.signature(trial.evaluate_batch).parameters.values()
     positional = [it for it in parameters if it.kind in (it.POSITIONAL_ONLY, it.POSITIONAL_OR_KEYWORD)]
+    # `*args` counts as well: a decorator often has this signature.
     return len(positional) > 1 or any(it.kind is it.VAR_POSITIONAL for it in parameters)

@@ -9,6 +9,7 @@ from contextlib import suppress
 
 def num_cores() -> int:
     """Return the number of CPU cores that this process may use."""
+    # A container or `taskset` may allow fewer cores than the machine has.
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
@@ -22,6 +23,7 @@ def graphics_cards() -> list[str]:
     if visible is not None:
         return [card for card in visible.split(",") if card and card != "-1"]
     with suppress(OSError):
+        # NVIDIA's driver has one folder per card.
         return [str(number) for number, _ in enumerate(os.listdir("/proc/driver/nvidia/gpus"))]
     return []
 

@@ -82,6 +82,7 @@ class _Loopback(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Open a store for the next attempt: the previous store contains the addresses of ended processes."""
+        # The store takes over a socket that is bound already, so that no other process can take the port in between.
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         self._store = dist.TCPStore(  # type: ignore[attr-defined]  # torch exports it, but not to mypy

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 
+# From `linux/prctl.h`.
 _PR_SET_PDEATHSIG = 1
 
 

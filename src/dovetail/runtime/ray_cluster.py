@@ -23,6 +23,7 @@ def connect(address: str) -> ModuleType:
         ConfigError: There is no cluster at the address.
         MissingExtraError: Ray is not installed.
     """
+    # Otherwise Ray sends usage reports.
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # Ray replaces the signal handlers. Its own would end a runner at SIGTERM, before the trials have saved.
     with preserved_handlers(signal.SIGINT, signal.SIGTERM):

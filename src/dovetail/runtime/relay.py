@@ -51,19 +51,19 @@ def set_arithmetic(found: Mapping[str, Any], num_threads: int) -> None:
     torch.set_float32_matmul_precision(found["precision"])
 
 
-def circumstances(num_processes: int) -> dict[str, Any]:
-    """Return the module path and the arithmetic that each of several workers receives for `set_circumstances`."""
+def worker_settings(num_processes: int) -> dict[str, Any]:
+    """Return the module path and the arithmetic that each of several workers receives for `apply_worker_settings`."""
     return {"path": sys.path, "arithmetic": arithmetic(), "num_threads": share_of_threads(num_processes)}
 
 
-def set_circumstances(found: Mapping[str, Any]) -> None:
+def apply_worker_settings(found: Mapping[str, Any]) -> None:
     """Apply the module path and the numeric settings of another process."""
     sys.path[:] = found["path"]
     set_arithmetic(found["arithmetic"], found["num_threads"])
 
 
 def is_storable(name: str, value: Any) -> bool:
-    """Whether a value can be sent to another process in the format of checkpoints."""
+    """Return whether a value can be sent to another process in the format of checkpoints."""
     try:
         encode({name: value})
     except CheckpointError:
@@ -71,8 +71,8 @@ def is_storable(name: str, value: Any) -> bool:
     return True
 
 
-def described(error: Exception) -> dict[str, Any]:
-    """Return an error as plain values, for `rebuilt`."""
+def describe_error(error: Exception) -> dict[str, Any]:
+    """Return an error as plain values, for `rebuild_error`."""
     kind = type(error)
     return {
         "module": kind.__module__,
@@ -90,24 +90,26 @@ def saved_error(path: Path, **details: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        path.write_text(json.dumps({**described(error), **details}), encoding="utf-8")
+        path.write_text(json.dumps({**describe_error(error), **details}), encoding="utf-8")
+        # The caller raises the error, so this process does not print it.
         raise SystemExit(1) from None
 
 
 def load_error(path: Path) -> dict[str, Any]:
-    """Return the error in a file of `saved_error`, for `rebuilt`."""
+    """Return the error in a file of `saved_error`, for `rebuild_error`."""
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
 
 
-def rebuilt(described: Mapping[str, Any]) -> Exception:
+def rebuild_error(described: Mapping[str, Any]) -> Exception:
     """Return the error of a worker process, with its original type if that is built into Python or Dovetail."""
     module, name, message = described["module"], described["name"], described["message"]
+    # Only classes of these two modules: no name from a file is imported.
     known = {"builtins": builtins, "dovetail.errors": errors}.get(module)
     kind = vars(known).get(name) if known is not None else None
     error: Exception | None = None
     if isinstance(kind, type) and issubclass(kind, Exception):
-        error = _saying(message, kind, described["args"])
+        error = _build_error(message, kind, described["args"])
     if error is None:
         error = TrainingProcessError(f"training in a separate process failed: {module}.{name}: {message}")
     for note in (*described["notes"], f"In the training process:\n{described['traceback']}"):
@@ -115,7 +117,8 @@ def rebuilt(described: Mapping[str, Any]) -> Exception:
     return error
 
 
-def _saying(message: str, kind: type[Exception], arguments: list[Any]) -> Exception | None:
+def _build_error(message: str, kind: type[Exception], arguments: list[Any]) -> Exception | None:
+    """Return an error of a class whose message is the given one; None if the class does not allow this."""
     # KeyError shows the repr of its argument, and UnknownNameError builds its message from several: try both ways.
     for given in (arguments, [message]):
         with suppress(Exception):

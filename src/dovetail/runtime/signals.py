@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Protocol
 
+# Python's own handlers. A handler that differs was set by the user.
 _DEFAULTS: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
 
@@ -24,6 +25,8 @@ class Interrupted(KeyboardInterrupt, SystemExit):
     """
 
     def __init__(self, number: int, *, at_once: bool = False) -> None:
+        # As a SystemExit it ends Python with this code and no traceback. As a KeyboardInterrupt it is caught by code
+        # that expects Ctrl-C.
         super().__init__(128 + number)
         self.code = 128 + number
         self.number = number
@@ -139,6 +142,7 @@ class _RunSignals:
 
     def receive(self, number: int) -> None:
         if self.run is None:
+            # No run is active: act as if this handler were not installed.
             signal.signal(number, _DEFAULTS[number])
             signal.raise_signal(number)
         elif self.is_stopping:
@@ -147,14 +151,14 @@ class _RunSignals:
         else:
             self.is_stopping = True
             self.run.stop(f"interrupted by {signal.Signals(number).name}", number)
-            announce(number, ": finishing the current update, then stopping (press again to stop at once)")
+            announce(number, ": finishing the current update (press again to stop at once)")
 
 
 _run_signals: _RunSignals | None = None
 
 
 @contextmanager
-def listening() -> Iterator[_RunSignals | None]:
+def install_handlers_once() -> Iterator[_RunSignals | None]:
     """Install the signal handlers once for all runs in the block; doing so per run is slower than a small batch.
 
     Handlers of the user are unchanged. Outside of the main thread no handler is installed.
@@ -177,7 +181,7 @@ def listening() -> Iterator[_RunSignals | None]:
 @contextmanager
 def stop_on_signals(run: Stoppable) -> Iterator[None]:
     """Turn the first SIGINT or SIGTERM into a stop of the run, and the second into its immediate end."""
-    with listening() as signals:
+    with install_handlers_once() as signals:
         if signals is None or signals.run is not None:
             # A run inside of another run: the signal stops the outer run.
             yield

@@ -1,1 +1,1 @@
-"""Modules of Determined about TensorBoard."""
+"""TensorBoard modules, at the paths that they have in Determined."""

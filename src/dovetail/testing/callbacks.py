@@ -29,14 +29,17 @@ class CallbackContract(Contract):
     def test_watching_changes_nothing(self) -> None:
         """The callback does not change the trained weights, unless `changes_training` is set."""
         watched = self._trained(self.make())
+        # The same seed and data without the callback.
         alone = self._trainer(None)
         self._fit(alone, EPOCHS)
+        # The weights only: a callback may add its own metrics to the history.
         is_same = difference(watched.model.state_dict(), alone.model.state_dict(), "the model") is None
         assert is_same or self.changes_training, "training with the callback differs from training without it"
 
     def test_serves_a_second_run(self) -> None:
         """The same object can be used in a second run of its trainer."""
         trainer = self._trained(self.make())
+        # Without this, the second `fit` would only continue the finished run.
         reset(trainer)
         self._fit(trainer, 1)
         assert trainer.context.progress.epoch == 1, f"the second run ended after {trainer.context.progress}"

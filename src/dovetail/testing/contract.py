@@ -21,6 +21,7 @@ from dovetail.trainers.strategies.base import Strategy
 from dovetail.trainers.strategies.optimizer import SGDOptimizerStrategy
 from dovetail.units import Batches, Epochs
 
+# Not a multiple of the batch size, so that the last batch of an epoch is smaller than the others.
 _SAMPLES = 18
 BATCH_SIZE = 4
 BATCHES = math.ceil(_SAMPLES / BATCH_SIZE)
@@ -39,6 +40,7 @@ class Contract:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        # A subclass may set `__test__` itself, for example a base class of several tests.
         if "__test__" not in vars(cls):
             cls.__test__ = cls.make is not Contract.make
 
@@ -50,6 +52,7 @@ class Contract:
 
     def make_model(self) -> nn.Module:
         """Return a new model with the same weights in every call; by default a classifier of 4 numbers in 3 classes."""
+        # A fixed seed inside, and no effect on the random numbers of the trainer that gets the model.
         with preserve_rng():
             seed_everything(0)
             return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
@@ -75,6 +78,7 @@ class Contract:
     def test_trains_two_epochs(self) -> None:
         """Training for two epochs succeeds, with finite losses and weights."""
         trainer = self._trained(self.make())
+        # A strategy such as Ditto adds epochs for a personal model.
         planned = max(EPOCHS, sum(phase.epochs for phase in trainer.context.run.phases))
         assert trainer.context.progress.epoch == planned, f"training ended after {trainer.context.progress}"
         assert all(map(math.isfinite, trainer.history.losses)), f"a loss is not finite: {trainer.history.losses}"
@@ -91,13 +95,18 @@ class Contract:
         """A new trainer that resumes from any checkpoint gives the same result as the uninterrupted run."""
         with TemporaryDirectory() as folder:
             part, saved = self.make(), _Saved()
+            # Only the checkpoints of `checkpoint_period` are written: every third batch, also in the middle of an
+            # epoch.
             whole = self._trainer(part, checkpoint_dir=folder, save_hist=False, save_every=0)
             whole.context.callbacks.add(saved)
             self._fit(whole, EPOCHS, checkpoint_period=Batches(3))
             expected = {**self._outcome(whole, part), **self._resumed_outcome(part)}
             assert len(saved.paths) > 1, "no checkpoint was written before the end"
+            # From every checkpoint, because a state may be complete at the end of an epoch and incomplete in its
+            # middle.
             for path in saved.paths:
                 part = self.make()
+                # Everything is new, so that nothing can survive outside of the checkpoint.
                 resumed = self._trainer(part)
                 self._fit(resumed, EPOCHS, resume=path)
                 assert_same(
@@ -110,6 +119,7 @@ class Contract:
         """After `load_state_dict`, `state_dict` returns the same state."""
         part, other = self.make(), self.make()
         trainer, reader = self._trained(part), self._trainer(other)
+        # Copies on both ways: otherwise a state that shares tensors with the object would be compared with itself.
         state = copy.deepcopy(_state_of(part))
         if state:
             other.load_state_dict(copy.deepcopy(state))
@@ -123,7 +133,9 @@ class Contract:
         for is_disturbed in (False, True):
             part = self.make()
             trainer = self._trainer(part)
+            # Built in both cases, because building a strategy may draw random numbers.
             second = self._trainer(self.make(), _shifted(self.make_model()))
+            # The first trainer is interrupted after one epoch, and continues after the other one has trained.
             self._fit(trainer, 1)
             if is_disturbed:
                 with preserve_rng():
@@ -150,6 +162,7 @@ class Contract:
 
     def _trainer(self, part: Any, model: nn.Module | None = None, **options: Any) -> ComposableTrainer:
         arguments = {
+            # Momentum makes a lost or doubled update visible in all later weights.
             "optimizer_strategy": SGDOptimizerStrategy(lr=0.1, momentum=0.9),
             **self.make_options(),
             **self._arguments(part),
@@ -173,6 +186,7 @@ class Contract:
             "weights": trainer.model.state_dict(),
             "losses": list(trainer.history.losses),
             "optimizers": [optimizer.state_dict() for optimizer in trainer.context.optimizers],
+            # The counters of epochs, batches and updates.
             "progress": trainer.context.progress.state_dict(),
         }
 
@@ -208,6 +222,7 @@ class StrategyContract(Contract):
     def _context(self, model: nn.Module) -> TrainingContext:
         context = TrainingContext(model)
         context.config = {"epochs": EPOCHS, "batch_size": BATCH_SIZE}
+        # Loaders read the seed of the order from here; a trainer sets it before training.
         context.state["order_seed"] = 0
         return context
 
@@ -231,6 +246,7 @@ def assert_same(one: Any, other: Any, what: str) -> None:
 def difference(one: Any, other: Any, what: str) -> str | None:
     """Return a sentence about the first difference between two nested values, or None if they are equal."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
+        # `torch.equal` alone accepts tensors of different types.
         is_same = one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
         return None if is_same else f"{what}: {one} is not {other}"
     if isinstance(one, Mapping) and isinstance(other, Mapping):
@@ -242,6 +258,7 @@ def difference(one: Any, other: Any, what: str) -> str | None:
             return f"{what}: {len(one)} values are not {len(other)}"
         pairs = [(f"{what}, {place}", *pair) for place, pair in enumerate(zip(one, other, strict=True))]
     else:
+        # NaN differs from itself, but two runs that both report NaN agree.
         is_nan = isinstance(one, float) and isinstance(other, float) and math.isnan(one) and math.isnan(other)
         return None if is_nan or one == other else f"{what}: {one!r} is not {other!r}"
     return next((found for where, a, b in pairs if (found := difference(a, b, where))), None)
@@ -257,6 +274,7 @@ def _failing(model: nn.Module) -> nn.Module:
 
     def count(module: nn.Module, inputs: Any) -> None:
         calls.append(1)
+        # Not in the first pass: strategies then already have a state that must be cleaned up.
         if len(calls) > PASSES_BEFORE_FAILURE:
             raise _ProvokedError
 
@@ -277,9 +295,11 @@ class _Saved(Callback):
 def _shifted(model: nn.Module) -> nn.Module:
     with torch.no_grad():
         for parameter in model.parameters():
+            # Other weights than the first trainer's, so that a shared tensor would show.
             parameter.mul_(-0.5).add_(0.1)
     return model
 
 
 def _state_of(part: Any) -> Any:
+    # A `TrainerCallback` has no state.
     return part.state_dict() if isinstance(part, (Strategy, Callback)) else {}

@@ -74,15 +74,15 @@ class Attentive(fedavg.Server):
         return self.algorithm.update_weights(steps)
 
 
-def test_a_server_without_overrides_is_our_server() -> None:
+def test_a_plato_server_without_overrides_equals_our_server() -> None:
     assert same(run().weights, run(ours.Server).weights)
 
 
-def test_aggregate_deltas_with_the_plain_mean_is_fedavg_bit_by_bit() -> None:
+def test_aggregate_deltas_with_the_plain_mean_equals_fedavg_bit_for_bit() -> None:
     assert same(run(Mean).weights, run(ours.Server).weights)
 
 
-def test_the_inherited_aggregate_deltas_is_fedavg_bit_by_bit() -> None:
+def test_the_inherited_aggregate_deltas_equals_fedavg_bit_for_bit() -> None:
     class Inherits(fedavg.Server):
         async def aggregate_deltas(self, updates: Any, deltas_received: Any) -> Any:
             return await super().aggregate_deltas(updates, deltas_received)
@@ -92,7 +92,7 @@ def test_the_inherited_aggregate_deltas_is_fedavg_bit_by_bit() -> None:
     assert same(robust.weights, run(ours.Server, aggregator="median").weights)
 
 
-def test_attention_in_aggregate_weights_is_our_fedatt() -> None:
+def test_attention_in_aggregate_weights_equals_our_fedatt() -> None:
     # On digits, whose model has no buffers: our FedAtt attends to parameters only.
     settings: dict[str, Any] = {"rounds": 2, "total_clients": 6, "per_round": 3}
     expected, attentive = ours.Server(algorithm=FedAtt(magnitude=0.0), **settings), Attentive(**settings)
@@ -101,7 +101,7 @@ def test_attention_in_aggregate_weights_is_our_fedatt() -> None:
     torch.testing.assert_close(dict(attentive.weights), dict(expected.weights), rtol=1e-5, atol=1e-6)
 
 
-def test_an_aggregation_without_async_is_called_too() -> None:
+def test_a_synchronous_aggregation_method_is_called_too() -> None:
     class Frozen(fedavg.Server):
         def aggregate_weights(self, updates: Any, baseline_weights: Any, weights_received: Any) -> Any:
             return baseline_weights
@@ -110,7 +110,7 @@ def test_an_aggregation_without_async_is_called_too() -> None:
     assert same(server.weights, server._initial_model.state_dict())
 
 
-def test_a_coroutine_completes_inside_of_a_running_loop() -> None:
+def test_a_coroutine_completes_inside_a_running_event_loop() -> None:
     async def notebook() -> Any:
         return run(Mean, rounds=1)
 
@@ -131,7 +131,7 @@ def test_a_resumed_server_draws_the_same_noise(tmp_path: Path) -> None:
     assert same(whole.weights, resumed.weights)
 
 
-def test_stale_differences_are_from_the_current_weights() -> None:
+def test_stale_differences_are_relative_to_the_current_weights() -> None:
     received: list[Any] = []
 
     class Server(fedavg.Server):
@@ -149,7 +149,7 @@ def test_stale_differences_are_from_the_current_weights() -> None:
     assert max(received) > 0
 
 
-def test_an_aggregation_that_returns_nothing_is_an_error() -> None:
+def test_an_aggregation_that_returns_none_is_an_error() -> None:
     class Forgetful(fedavg.Server):
         async def aggregate_deltas(self, updates: Any, deltas_received: Any) -> Any:
             pass
@@ -158,7 +158,7 @@ def test_an_aggregation_that_returns_nothing_is_an_error() -> None:
         run(Forgetful)
 
 
-def test_two_aggregations_contradict_each_other() -> None:
+def test_two_overridden_aggregations_are_an_error() -> None:
     with pytest.raises(ConfigError, match=r"^Mean\.aggregate_deltas: FedAdam aggregates, too: leave one of them out"):
         run(Mean, algorithm=FedAdam())
     with pytest.raises(ConfigError, match=r"^Mean\.aggregate_deltas: it does not call the aggregator .*Median"):
@@ -169,13 +169,13 @@ def test_two_aggregations_contradict_each_other() -> None:
         run(Mean, postprocessors=["pairwise_masks"])
 
 
-def test_an_algorithm_of_ours_equips_the_clients_of_such_a_server() -> None:
+def test_an_algorithm_of_ours_equips_the_clients_of_a_plato_server() -> None:
     expected = run(ours.Server, algorithm=FedProx(1.0))
     assert same(run(Mean, algorithm=FedProx(1.0)).weights, expected.weights)
     assert not same(expected.weights, run(ours.Server).weights)
 
 
-def test_weights_received_goes_with_an_aggregation_of_ours() -> None:
+def test_weights_received_works_with_an_aggregator_of_ours() -> None:
     class Server(fedavg.Server):
         def weights_received(self, weights_received: Any) -> Any:
             return weights_received
@@ -186,7 +186,7 @@ def test_weights_received_goes_with_an_aggregation_of_ours() -> None:
     )
 
 
-def test_weights_received_and_weights_aggregated_get_plato_s_updates() -> None:
+def test_weights_received_and_weights_aggregated_get_the_updates_of_plato() -> None:
     heard: list[Any] = []
 
     class Server(fedavg.Server):
@@ -308,7 +308,7 @@ class Listening(fedavg.Server):
 
 
 class Telling(simple.Client):
-    """Reports what the server has told it."""
+    """Reports the values received from the server."""
 
     def process_server_response(self, server_response: dict[str, Any]) -> None:
         self.secret = server_response["secret"]
@@ -319,14 +319,14 @@ class Telling(simple.Client):
         return report
 
 
-def test_the_hooks_of_a_server_are_called_in_the_order_of_a_round() -> None:
+def test_the_hooks_of_a_plato_server_are_called_in_the_order_of_a_round() -> None:
     server = run(Listening, Telling(), rounds=1, per_round=1)
     before = ["configure", "init Algorithm", "start", "choose", "selected", "response", "payload"]
     after = ["received", "aggregate True", "aggregated", "processed", "wrap up", "save", "close"]
     assert server.heard == [*before, *after]
 
 
-def test_callbacks_of_the_trainer_are_the_sixth_argument_of_a_client() -> None:
+def test_trainer_callbacks_are_the_sixth_argument_of_a_client() -> None:
     epochs: list[int] = []
 
     class Counting(Callback):
@@ -365,7 +365,7 @@ def test_payloads_of_both_directions_arrive(backend: str) -> None:
     torch.testing.assert_close(dict(server.weights), dict(run(ours.Server).weights), rtol=0, atol=1e-6)
 
 
-def test_a_payload_that_nobody_takes_apart_is_an_error() -> None:
+def test_a_payload_that_no_method_unpacks_is_an_error() -> None:
     class Server(fedavg.Server):
         def customize_server_payload(self, payload: Any) -> Any:
             return [payload, 1.0]
@@ -374,7 +374,7 @@ def test_a_payload_that_nobody_takes_apart_is_an_error() -> None:
         run(Server, Answering())
 
 
-def test_a_client_may_send_other_weights_than_it_has_trained() -> None:
+def test_a_client_may_send_other_weights_than_it_trained() -> None:
     class Halved(simple.Client):
         async def inbound_processed(self, processed_inbound_payload: Any) -> tuple[SimpleNamespace, Any]:
             report, weights = await super().inbound_processed(processed_inbound_payload)
@@ -423,7 +423,7 @@ def test_a_client_is_configured_before_it_trains_and_reports_afterwards() -> Non
     assert server.updates[0].report.loss > 0
 
 
-def test_processors_that_a_callback_adds_change_the_payload() -> None:
+def test_processors_added_by_a_callback_change_the_payload() -> None:
     class Doubling(processors.Processor):
         def process(self, data: Any) -> Any:
             assert self.trainer is not None
@@ -447,7 +447,7 @@ def test_processors_that_a_callback_adds_change_the_payload() -> None:
         torch.testing.assert_close({name: 2 * value for name, value in one.items()}, dict(two), rtol=0, atol=1e-6)
 
 
-def test_the_methods_of_an_algorithm_are_called_on_both_sides() -> None:
+def test_the_methods_of_a_plato_algorithm_are_called_on_both_sides() -> None:
     called: list[str] = []
 
     class Mine(algorithm.Algorithm):
@@ -481,7 +481,7 @@ def test_the_methods_of_an_algorithm_are_called_on_both_sides() -> None:
     assert not any(torch.equal(server.weights[name], first[name]) for name in others)
 
 
-def test_clients_with_such_methods_are_not_trained_at_once() -> None:
+def test_clients_with_overridden_methods_are_not_vectorized() -> None:
     plain = fedavg.Server(backend="vectorized", rounds=1, total_clients=4, per_round=2)
     plain.run(simple.Client())
     assert plain.records[0].backend == "vectorized"
@@ -499,7 +499,7 @@ class Source(datasources.DataSource):
         self.trainset, self.testset = TensorDataset(x[:160], y[:160]), TensorDataset(x[160:], y[160:])
 
 
-def test_a_data_source_is_cut_over_the_clients_by_the_settings() -> None:
+def test_a_data_source_is_partitioned_by_the_settings() -> None:
     server = fedavg.Server(
         lambda: torch.nn.Linear(4, 2), Source, total_clients=4, per_round=4, rounds=1, sampler="sample_quantity_noniid"
     )
@@ -529,7 +529,7 @@ def test_a_data_source_is_cut_over_the_clients_by_the_settings() -> None:
         ("sample_quantity_noniid", {"client_quantity_concentration": 1.0}),
     ],
 )
-def test_samplers_take_the_partitions_of_the_same_names(module: str, options: dict[str, Any]) -> None:
+def test_samplers_use_the_partitions_of_the_same_names(module: str, options: dict[str, Any]) -> None:
     kind = importlib.import_module(f"dovetail.compat.plato.samplers.{module}").Sampler
     made = [kind(Source(), client_id, num_clients=2, **options) for client_id in (1, 2)]
     first, second = (set(it.get()) for it in made)
@@ -539,7 +539,7 @@ def test_samplers_take_the_partitions_of_the_same_names(module: str, options: di
         kind(Source(), 1)
 
 
-def test_a_personalized_server_ends_with_a_round_for_each_client() -> None:
+def test_a_personalized_server_ends_with_a_personalization_round() -> None:
     trained: list[tuple[int, int]] = []
 
     class Client(personalized_client.Client):
@@ -554,7 +554,7 @@ def test_a_personalized_server_ends_with_a_round_for_each_client() -> None:
     assert trained == [*((1, it) for it in server.records[0].selected), *((2, it) for it in (1, 2, 3, 4))]
 
 
-def test_layers_of_a_file_stay_with_the_clients_of_a_personalized_server() -> None:
+def test_layers_named_in_a_file_remain_at_the_clients() -> None:
     layers = {"type": "fedavg_personalized", "local_layer_names": ["3"]}
     config = read_federated(
         {"clients": {"total_clients": 4, "per_round": 2}, "trainer": {"rounds": 2}, "algorithm": layers}
@@ -567,6 +567,6 @@ def test_layers_of_a_file_stay_with_the_clients_of_a_personalized_server() -> No
     assert torch.equal(server.weights["3.weight"], server._initial_model.state_dict()["3.weight"])
 
 
-def test_base_modules_have_the_classes_from_which_others_derive() -> None:
+def test_base_modules_export_the_plato_base_classes() -> None:
     assert servers_base.Server is fedavg.Server
     assert clients_base.Client is simple.Client

@@ -1,4 +1,4 @@
-"""Methods that plato awaits: their results, whether a subclass wrote them with `async` or without."""
+"""Results of methods that plato awaits, which a subclass may define with or without `async`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def completed(result: Any) -> Any:
-    """Return the result of a coroutine, or what is no coroutine as it is.
+    """Return the result of a coroutine; return any other value unchanged.
 
     Example:
         >>> async def later():
@@ -21,6 +21,7 @@ def completed(result: Any) -> Any:
     if not inspect.iscoroutine(result):
         return result
     loop = None
+    # Raised if no loop runs, which is the usual case outside of notebooks.
     with suppress(RuntimeError):
         loop = asyncio.get_running_loop()
     if loop is None:

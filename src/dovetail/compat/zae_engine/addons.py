@@ -48,6 +48,7 @@ class _StepTracking(Mounted):
         # The tracker logs the means of a validation; all steps of a validation have the same position.
         if self.mode != "train":
             return
+        # A tracker is open only during a run.
         if self.context.run.trainer is None:
             warnings.warn(
                 "logging: no run is open, so these values are only in log_train; call it while `run` trains",
@@ -73,10 +74,10 @@ class WandBLoggerAddon(_StepTracking, addons.WandBLoggerAddon):
 
 
 class NeptuneLoggerAddon(_StepTracking, addons.NeptuneLoggerAddon):
-    """Tracks training, and the numbers of each of its steps, with Neptune.
+    """Tracks training, and the numbers of each of its steps, with Neptune, whose service closed in March 2026.
 
     Args:
-        web_logger: `{"neptune": {"project_name": …, "api_tkn": …}}`.
+        web_logger: `{"neptune": {"project_name": …, "api_tkn": …}}`; with `"mode": "offline"` nothing is sent.
 
     Example:
         >>> from dovetail.compat.zae_engine import Trainer

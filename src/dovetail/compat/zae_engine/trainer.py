@@ -94,8 +94,10 @@ class Trainer(BestWeights, main.Trainer):
         if self.mode == "test":
             log.log_test.clear()
             self.test_metrics.update(self.evaluate(loader))
+            # After the evaluation, because the method reads `log_test`.
             self.test_metrics.update(self.metric_on_epoch_end() or {})
             return self.context.history
+        # `fit` counts epochs from the start of training, `run` counts further ones.
         return self.fit(loader, valid_loader, max_length=Epochs(self.context.progress.epoch + n_epoch))
 
     def toggle(self, mode: str | None = None) -> None:
@@ -110,6 +112,7 @@ class Trainer(BestWeights, main.Trainer):
         trainer, context = self._run_layer, self.context
         self._logged().log_test.clear()
         outputs = []
+        # Not `predict`, because zae-engine returns the whole output of every step, batch by batch.
         with self._in_mode("test"), custom_evaluation(trainer, "predict", loader):
             for batch in trainer.batches("predict"):
                 output = trainer.test_step(trainer.to_device(batch))
@@ -120,6 +123,7 @@ class Trainer(BestWeights, main.Trainer):
                         f"inference: test_step must return its outputs under 'output', got {sorted(output)}"
                     )
                 outputs.append(_on_host(output["output"]))
+            # In the order of the data, also if several processes share the batches.
             return trainer.gather(outputs)
 
     def metric_on_epoch_end(self) -> Mapping[str, float] | None:
@@ -261,6 +265,7 @@ class Trainer(BestWeights, main.Trainer):
     def _logged(self) -> _RunLog:
         if self._run_log is None:
             self._run_log = _RunLog(self)
+            # On first use: a trainer that only calls `fit` does not copy every step's results to the host.
             self.context.callbacks.add(self._run_log)
             self._follow_best()
         return self._run_log
@@ -280,6 +285,7 @@ class ProgressChecker:
     """
 
     def __init__(self, context: TrainingContext | None = None) -> None:
+        # The trainer's own counters, so that `set_epoch` has an effect on the next run.
         self._progress = Progress() if context is None else context.progress
 
     def get_step(self) -> int:
@@ -336,6 +342,7 @@ class _RunLog(TrainerPart):
             found = {name[len(prefix) :]: value for name, value in metrics.items() if name.startswith(prefix)}
             if not found:
                 continue
+            # `metric_on_epoch_end` chooses its log by the mode, and is called once for each.
             with trainer._in_mode(stage):
                 further = dict(trainer.metric_on_epoch_end() or {})
             into.update({**found, **further})
@@ -355,6 +362,7 @@ def _num_samples(data: Any) -> int | None:
 
 def _mean(values: list[Any]) -> float:
     """Return the mean of all numbers in the logged values of one name."""
+    # Values of one name may differ in shape: the last batch is smaller.
     return float(torch.cat([torch.as_tensor(value, dtype=torch.double).flatten() for value in values]).mean())
 
 

@@ -1,1 +1,1 @@
-"""Writers for TensorBoard by the names that they have in Determined."""
+"""TensorBoard writers, at the paths that they have in Determined."""

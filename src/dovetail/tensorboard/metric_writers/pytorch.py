@@ -1,4 +1,4 @@
-"""The writer for TensorBoard by the name that it has in Determined."""
+"""TensorBoard writer of PyTorch scripts, at the path that it has in Determined."""
 
 from __future__ import annotations
 

@@ -34,6 +34,7 @@ class Algorithm(FedAvg):
 
     def __init__(self, trainer: Any = None) -> None:
         self.trainer = trainer
+        # plato's constructor stores the model, too, and overrides read `self.model`.
         self.model: Any = None if trainer is None else trainer.model
         self.client_id = 0
 
@@ -60,5 +61,6 @@ class Algorithm(FedAvg):
         """Return the current weights, moved by a difference."""
         return moved(self.extract_weights(), deltas)
 
+    # A server checks whether this method is overridden; the result None of this one is never used.
     async def aggregate_weights(self, baseline_weights: Any, weights_received: Any, **kwargs: Any) -> Any:
         """Override to return new weights; only a server whose `aggregate_weights` calls it uses it."""

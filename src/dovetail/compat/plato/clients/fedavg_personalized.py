@@ -1,4 +1,4 @@
-"""plato's `clients.fedavg_personalized`: the layers that stay with a client are the algorithm's, as in every client."""
+"""plato's `clients.fedavg_personalized`: the plain client, because the algorithm decides which layers stay with it."""
 
 from dovetail.compat.plato.clients.simple import Client
 

@@ -1,4 +1,4 @@
-"""plato's client: calls what a subclass written for plato overrides, in plato's order."""
+"""plato's client: calls the methods that a subclass written for plato overrides, in plato's order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dovetail.federated.backends import Done
 from dovetail.federated.callbacks import ClientCallback, as_callback
 from dovetail.federated.clients import simple
 from dovetail.federated.clients.simple import server_response
-from dovetail.federated.clients.weights import copied, fits
+from dovetail.federated.clients.weights import copy_nested, fits
 from dovetail.federated.messages import CLIENT_PAYLOAD, SERVER_PAYLOAD, Task, Update, Weights
 from dovetail.federated.postprocess import Chain
 from dovetail.federated.states import ClientState
@@ -77,10 +77,10 @@ class Client(simple.Client):
     # ------------------------------------------------------------------ methods to override, as in plato
 
     def configure(self) -> None:
-        """Override to act before a client trains: its trainer and algorithm are there."""
+        """Override to act before a client trains, when its trainer and algorithm exist."""
 
     async def inbound_processed(self, processed_inbound_payload: Any) -> tuple[SimpleNamespace, Any]:
-        """Train on what has come from the server, and return the report and what to send; override for another answer.
+        """Train with the payload of the server, and return the report and the payload to send; override to change both.
 
         Args:
             processed_inbound_payload: The weights, or what the server's `customize_server_payload` returned.
@@ -103,7 +103,7 @@ class Client(simple.Client):
             task.client_id,
             task.round,
             self.datasource.num_samples(task.client_id),
-            metrics=self._tested(task),
+            metrics=self._test_metrics(task),
             seconds=time.perf_counter() - started,
         )
         report = self.customize_report(update.report)
@@ -134,7 +134,7 @@ class Client(simple.Client):
 
     # ------------------------------------------------------------------ the steps of a task
 
-    def begin(
+    def prepare(
         self,
         model: nn.Module,
         datasource: Any,
@@ -146,26 +146,29 @@ class Client(simple.Client):
     ) -> None:
         given: Any = self.algorithm
         is_platos = isinstance(given, type) and issubclass(given, Algorithm)
+        # A class of plato's algorithm has no strategies, so the server's algorithm provides them.
         if is_platos:
             self.algorithm = None
-        super().begin(model, datasource, algorithm, tests_every, inbound=inbound, outbound=outbound)
+        super().prepare(model, datasource, algorithm, tests_every, inbound=inbound, outbound=outbound)
         # The strategies of our algorithm are in the trainer now.
         self.algorithm = (given if is_platos else Algorithm)(trainer=self.trainer)
+        # `_customize_update` below must always be called, because it turns the payload into an update.
         self._customizes = True
 
-    def why_alone(self, work: Sequence[tuple[Task, ClientState]]) -> str | None:
+    def fleet_obstacle(self, work: Sequence[tuple[Task, ClientState]]) -> str | None:
         for name in ("extract_weights", "load_weights"):
             if defines(self.algorithm, name):
                 return f"{type(self.algorithm).__name__}.{name} is called for one client at a time"
-        return super().why_alone(work)
+        return super().fleet_obstacle(work)
 
-    def work_together(self, work: Sequence[tuple[Task, ClientState]]) -> list[Done]:
+    def work_as_fleet(self, work: Sequence[tuple[Task, ClientState]]) -> list[Done]:
         self._answered = None
-        return super().work_together(work)
+        return super().work_as_fleet(work)
 
     def _receive(self, task: Task) -> Task:
         if task.kind != "evaluate":
             self.process_server_response(server_response(task))
+        # Hooks and callbacks are called later, in `_train_model`, as plato calls them with its processors.
         return replace(task, weights=self.inbound.unpack(task.weights)) if len(self.inbound) else task
 
     def _train_model(self, task: Task) -> None:
@@ -174,9 +177,10 @@ class Client(simple.Client):
         self.configure()
         self.inbound_processor, self.outbound_processor = Pipeline(), Pipeline()
         self.inbound_received(self.inbound_processor)  # type: ignore[arg-type]
-        for heard in self.callbacks:
-            heard.on_inbound_received(self, self.inbound_processor)
+        for callback in self.callbacks:
+            callback.on_inbound_received(self, self.inbound_processor)
         payload = self.inbound_processor.process(task.payload.get(SERVER_PAYLOAD, task.weights))
+        # This trains: `inbound_processed` calls `_start_training`, unless a subclass overrides it.
         answer = completed(self.inbound_processed(payload))
         if not isinstance(answer, tuple) or len(answer) != 2:
             raise ConfigError(
@@ -184,31 +188,35 @@ class Client(simple.Client):
                 "return both"
             )
         report, outbound = answer
-        for heard in self.callbacks:
-            heard.on_inbound_processed(self, payload)
+        for callback in self.callbacks:
+            callback.on_inbound_processed(self, payload)
         self.outbound_ready(report, self.outbound_processor)  # type: ignore[arg-type]
-        for heard in self.callbacks:
-            heard.on_outbound_ready(self, report, self.outbound_processor)
+        for callback in self.callbacks:
+            callback.on_outbound_ready(self, report, self.outbound_processor)
+        # Kept until `_customize_update`, because the client first computes its own update from the trained model.
         self._answered = report, self.outbound_processor.process(outbound)
 
-    def _announce(self, update: Update) -> None:
+    def _notify_update_ready(self, update: Update) -> None:
         """Do nothing: the hooks were called with the report, while the payload could be changed."""
 
-    def _customized(self, update: Update) -> Update:
+    def _customize_update(self, update: Update) -> Update:
         if self._answered is None:
             return update
         (report, outbound), self._answered = self._answered, None
         update = update.with_report(report)
         weights = self._current.weights
+        # The payload is not only weights: it is sent as it is, and the server's hooks must understand it.
         if not fits(outbound, weights):
-            return replace(update, payload={**update.payload, CLIENT_PAYLOAD: copied(outbound)})
+            return replace(update, payload={**update.payload, CLIENT_PAYLOAD: copy_nested(outbound)})
+        # The usual case: the update already has this difference, exactly and without another copy.
         if _is_state_of(self.trainer.model, outbound):
             return update
         return update.with_delta({name: outbound[name].cpu() - value for name, value in weights.items()})
 
-    def _tested(self, task: Task) -> dict[str, float]:
+    def _test_metrics(self, task: Task) -> dict[str, float]:
+        # The report and the update both need the result of one test.
         if self._tests is None or self._tests[0] is not task:
-            self._tests = task, super()._tested(task)
+            self._tests = task, super()._test_metrics(task)
         return self._tests[1]
 
     @property
@@ -218,7 +226,7 @@ class Client(simple.Client):
 
     @property
     def _algorithm(self) -> Algorithm:
-        assert isinstance(self.algorithm, Algorithm), "a server begins a client before it is asked for anything"
+        assert isinstance(self.algorithm, Algorithm), "a server calls prepare before the first task"
         return self.algorithm
 
 
@@ -226,6 +234,7 @@ def _is_state_of(model: nn.Module, outbound: Weights) -> bool:
     """Return whether a payload is the memory of the model itself."""
     state = model.state_dict()
     return outbound.keys() == state.keys() and all(
+        # Compared by address, because comparing values would take as long as a copy.
         value.data_ptr() == outbound[name].data_ptr() and value.dtype == outbound[name].dtype
         for name, value in state.items()
     )

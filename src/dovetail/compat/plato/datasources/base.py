@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dovetail.federated.config import FederatedConfig
-from dovetail.federated.data.sources import Datasource, cut_over
+from dovetail.federated.data.sources import Datasource, partition_data
 
 __all__ = ["DataSource"]
 
@@ -60,11 +60,12 @@ def partitioned(source: Any, config: FederatedConfig) -> Any:
         >>> partitioned(Numbers, FederatedConfig().with_settings(total_clients=4)).num_samples(1)
         2
     """
+    # plato's users give the class; a data source of ours may be callable itself.
     made = source() if callable(source) and not isinstance(source, Datasource) else source
     if not isinstance(made, DataSource):
         return made
     data = config.data
-    return cut_over(
+    return partition_data(
         made.get_train_set(),
         made.get_test_set(),
         None,

@@ -62,6 +62,7 @@ class PartitionSampler(Sampler):
         num_clients: int | None = None,
         **options: Any,
     ) -> None:
+        # In plato, a global `Config()` has the number.
         if num_clients is None:
             raise ConfigError(f"samplers.{self.partition}: give num_clients: there are no global settings to read")
         data = datasource.get_test_set() if testing else datasource.get_train_set()

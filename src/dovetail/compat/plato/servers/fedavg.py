@@ -1,4 +1,4 @@
-"""plato's server: calls what a subclass written for plato overrides, in plato's order."""
+"""plato's server: calls the methods that a subclass written for plato overrides, in plato's order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dovetail.federated import algorithms
 from dovetail.federated.averaging import Average, weighted_mean
 from dovetail.federated.callbacks import ServerCallback, as_callback
 from dovetail.federated.clients.simple import Client
-from dovetail.federated.clients.weights import copied, fits, load_weights
+from dovetail.federated.clients.weights import copy_nested, fits, load_weights
 from dovetail.federated.messages import CLIENT_PAYLOAD, SERVER_PAYLOAD, Update, Weights
 from dovetail.federated.records import RoundRecord
 from dovetail.federated.servers import fedavg
@@ -71,6 +71,7 @@ class Server(fedavg.Server):
         **settings: Any,
     ) -> None:
         is_platos = isinstance(algorithm, type) and issubclass(algorithm, Algorithm)
+        # Data and plato's algorithm come later: the first needs the settings, the second a trainer.
         super().__init__(model, None, None if is_platos else algorithm, trainer, callbacks, **settings)
         self.custom_algorithm = algorithm if is_platos else None
         self.datasource = partitioned(datasource, self.config)
@@ -79,6 +80,7 @@ class Server(fedavg.Server):
         self._received: dict[int, Any] = {}
         self._average: Average | None = None
         if defines(self, "get_logged_items"):
+            # First, so that the callback that writes results finds the items in the record.
             self.callbacks.insert(0, _LoggedItems())
         if self.silos is not None:
             for name in (*_OF_SERVER, "weights_received", "customize_server_payload"):
@@ -90,11 +92,12 @@ class Server(fedavg.Server):
     # ------------------------------------------------------------------ methods to override, as in plato
 
     def configure(self) -> None:
-        """Override to act when model, trainer and data are there, before the first round."""
+        """Override to act before the first round, when model, trainer and data exist."""
         self.init_trainer()
 
     def init_trainer(self) -> None:
-        """Override to act when the trainer is there; this method makes the algorithm."""
+        """Override to act when the trainer exists; this method builds the algorithm."""
+        # Another algorithm of ours, such as SCAFFOLD, stays and aggregates itself.
         if self.custom_algorithm is not None or type(self.algorithm) is algorithms.FedAvg:
             self.algorithm = (self.custom_algorithm or Algorithm)(trainer=self.trainer)
 
@@ -192,6 +195,7 @@ class Server(fedavg.Server):
     def run(self, client: Client | None = None) -> list[RoundRecord]:
         is_heard = defines(self, "wrap_up") or defines(self, "save_to_checkpoint")
         if is_heard and not any(isinstance(it, _WrapUp) for it in self.callbacks):
+            # Here and not in the constructor, so that it is called after callbacks that were added since.
             self.callbacks.append(_WrapUp())
         return super().run(client)
 
@@ -208,6 +212,7 @@ class Server(fedavg.Server):
             Server.init_trainer(self)
         own = self._overridden()
         if own and isinstance(self.algorithm, Algorithm):
+            # An override may use single updates, so masks and noise that protect only the mean are rejected.
             self.algorithm.needs_each_update = True
             check_algorithm(self.algorithm, self.outbound)
         elif own and type(self.algorithm).aggregate is not algorithms.Algorithm.aggregate:
@@ -232,7 +237,7 @@ class Server(fedavg.Server):
         self._seed_hooks("payload", client_id)
         load_weights(self.model, self.weights)
         whole = self.customize_server_payload(algorithm.extract_weights())
-        return {**payload, SERVER_PAYLOAD: copied(whole)}
+        return {**payload, SERVER_PAYLOAD: copy_nested(whole)}
 
     def _receive(self, updates: list[Update]) -> list[Update]:
         self._seed_hooks("aggregation")
@@ -244,6 +249,7 @@ class Server(fedavg.Server):
             SimpleNamespace(client_id=it.client_id, report=it.report, payload=payload, staleness=it.staleness)
             for it, payload in zip(updates, payloads, strict=True)
         ]
+        # Overrides of plato's aggregation read these two attributes.
         self.total_samples = sum(update.num_samples for update in updates)
         if updates and defines(self, "weights_received"):
             payloads = self.weights_received(payloads)
@@ -252,6 +258,7 @@ class Server(fedavg.Server):
                     f"{type(self).__name__}.weights_received: expected the weights of {len(updates)} clients, got "
                     f"{'None' if payloads is None else len(payloads)}: return them"
                 )
+        # By client, because updates without samples are left out before the aggregation.
         self._received = {it.client_id: payload for it, payload in zip(updates, payloads, strict=True)}
         is_changed = defines(self, "weights_received")
         return [
@@ -265,8 +272,10 @@ class Server(fedavg.Server):
         own = self._overridden()
         if not defines(self, "aggregate_weights") and not defines(self._algorithm(), "compute_weight_deltas"):
             self._check_received(updates)
+        # Without overrides, the aggregation is ours, with the same bits as in `dovetail.servers.fedavg`.
         if not own:
             return super()._aggregate(updates, average)
+        # Counts the calls of the average: an override that computes its own mean would skip a robust aggregator.
         calls: list[int] = []
 
         def called(updates: Sequence[Update]) -> Weights:
@@ -289,14 +298,17 @@ class Server(fedavg.Server):
             raise ConfigError(f"{type(self).__name__}.{name}: expected weights by name, got None: return them")
         if self.aggregator is not weighted_mean and not calls:
             raise ConfigError(f"{own[0]}: it does not call the aggregator {self.aggregator!r}: leave that out")
+        # Through the algorithm, which may return other names than the model has; then the weights are read from the
+        # model.
         algorithm.load_weights(new)
         state = self.model.state_dict()
         return {name: state[name].detach().to(value.device, copy=True) for name, value in self.weights.items()}
 
     def _differences(self, algorithm: Algorithm, updates: Sequence[Update], baseline: Any, received: list[Any]) -> Any:
-        """Return the differences from the current weights; where they are a client's own, exactly those."""
+        """Return the differences of the received weights from the current ones, without rounding if possible."""
         is_plain = not any(defines(algorithm, name) for name in ("compute_weight_deltas", "extract_weights"))
         current = shared_weights(self)
+        # trained − sent = (sent + delta) − sent is not equal to the delta bit for bit, so the delta itself is used.
         if is_plain and all(update.sent.get(name) is current[name] for update in updates for name in current):
             return [dict(update.delta) for update in updates]
         return completed(algorithm.compute_weight_deltas(baseline, received))
@@ -325,6 +337,7 @@ class _LoggedItems(ServerCallback):
     """Puts the items of a subclass's `get_logged_items` into the record of the round."""
 
     def on_clients_processed(self, server: Any) -> None:
+        # A record has these as fields already; only the rest are metrics.
         own = {each.name for each in fields(RoundRecord)}
         items = {name: value for name, value in server.get_logged_items().items() if name not in own}
         record = server.records[-1]

@@ -24,5 +24,7 @@ class Server(fedavg.Server):
         super().__init__(*args, **settings)
         algorithm = self.config.algorithm
         if not algorithm.personalization:
+            # Any setting requests the personalization round; with a ratio of 1 all clients take part in the rounds
+            # before.
             own = replace(algorithm, personalization={"participating_client_ratio": 1.0})
             self.config = replace(self.config, algorithm=own)

@@ -59,30 +59,33 @@ class Trainer(main.Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # The same callbacks in a list that also has plato's method names.
         self.context.callbacks = CallbackHandler(self.context.callbacks)
         hooks = _own_hooks(self)
         if hooks is not None:
+            # plato calls the trainer's own method before its callbacks.
             self.context.callbacks.add(hooks, first=True)
         if self._train_step is None and not self._is_default("perform_forward_and_backward_passes"):
+            # Only if overridden: otherwise the loop's own step, which supports more, is used.
             self._train_step = _whole_step
 
     def train_run_start(self, config: Mapping[str, Any]) -> None:
-        """Before the first batch of a run."""
+        """Called before the first batch of a run."""
 
     def train_run_end(self, config: Mapping[str, Any]) -> None:
-        """After the last batch of a run."""
+        """Called after the last batch of a run."""
 
     def train_epoch_start(self, config: Mapping[str, Any]) -> None:
-        """Before the first batch of an epoch."""
+        """Called before the first batch of an epoch."""
 
     def train_epoch_end(self, config: Mapping[str, Any]) -> None:
-        """After an epoch."""
+        """Called after an epoch."""
 
     def train_step_start(self, config: Mapping[str, Any], batch: Any = None) -> None:
-        """Before a batch, with its index in the epoch."""
+        """Called before a batch, with its index in the epoch."""
 
     def train_step_end(self, config: Mapping[str, Any], batch: Any = None, loss: Any = None) -> None:
-        """After an update, with the index of its last batch and its detached loss."""
+        """Called after an update, with the index of its last batch and its detached loss."""
 
     def perform_forward_and_backward_passes(self, config: Mapping[str, Any], examples: Any, labels: Any) -> Any:
         """Make the whole step of a batch, optimizer included, and return the loss; called only if overridden."""
@@ -120,6 +123,7 @@ class Trainer(main.Trainer):
         return self.test_model({}, testset, sampler)
 
     def _train_here(self, trainset: Any, sampler: Any) -> float:
+        # An override of `train_model` replaces the whole training, so `train` must call it.
         if trainset is None or self._is_default("train_model"):
             return super()._train_here(trainset, sampler)
         started = time.perf_counter()
@@ -214,6 +218,7 @@ def _own_hooks(trainer: Trainer) -> Callback | None:
         assert alive is not None, "hooks are called by the trainer that they belong to"
         return alive
 
+    # Only overridden hooks are added: an event without callbacks costs nothing in the loop.
     if trainer._customized_by("train_run_start"):
         events["on_train_start"] = lambda self, context: owner().train_run_start(context.config)
     if trainer._customized_by("train_run_end"):
@@ -229,6 +234,7 @@ def _own_hooks(trainer: Trainer) -> Callback | None:
     if trainer._customized_by("train_step_end"):
 
         def on_step_end(self: Callback, context: TrainingContext, output: Mapping[str, Any]) -> None:
+            # plato's step ends with an update, so batches inside of an accumulation window do not count.
             if context.run.window.closes:
                 owner().train_step_end(context.config, context.progress.batch - 1, output["loss"].detach())
 
@@ -255,5 +261,6 @@ def _whole_step(trainer: Any, batch: Any) -> dict[str, Any]:
             "perform_forward_and_backward_passes makes its updates itself, so training_step_strategy would have no "
             "effect; give one or the other"
         )
+    # The method called `loss.backward()` and `optimizer.step()` directly, which the loop cannot see.
     count_own_update(context, "perform_forward_and_backward_passes")
     return {"loss": loss}

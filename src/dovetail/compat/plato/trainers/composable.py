@@ -12,6 +12,7 @@ from torch import nn
 from dovetail import checkpoint as store
 from dovetail.compat.plato.trainers.basic import Trainer
 from dovetail.errors import CheckpointError, ConfigError
+from dovetail.trainers.frozen import with_base
 from dovetail.trainers.processes import train_in_process
 from dovetail.trainers.recipe import CONFLICTS, SPELLINGS, as_strategy
 from dovetail.trainers.reuse import equip
@@ -38,6 +39,7 @@ class _StrategyAttribute:
         return self if trainer is None else getattr(trainer.strategies, self._role)
 
     def __set__(self, trainer: ComposableTrainer, strategy: Any) -> None:
+        # Not a plain assignment: the old strategy is torn down, and the new one is set up.
         equip(trainer, **{self._role: as_strategy(self._role, strategy)})
 
 
@@ -57,13 +59,13 @@ class ComposableTrainer(Trainer):
     Args:
         model: A module, or a class or function that makes one.
         callbacks: Callbacks, as instances or classes.
-        loss_strategy: What the loss is.
-        optimizer_strategy: Which optimizer moves the parameters.
-        training_step_strategy: How one batch is computed.
-        lr_scheduler_strategy: How the learning rate moves.
+        loss_strategy: Computes the loss.
+        optimizer_strategy: Creates the optimizer.
+        training_step_strategy: Computes one batch.
+        lr_scheduler_strategy: Changes the learning rate.
         model_update_strategy: Hooks around updates, and the payload that a client sends besides its weights.
-        data_loader_strategy: How a training set becomes batches.
-        testing_strategy: How a model is judged by `test`.
+        data_loader_strategy: Builds batches of a training set.
+        testing_strategy: Tests a model, in `test`.
         options: The other arguments and options of `dovetail.Trainer`.
 
     Example:
@@ -118,6 +120,7 @@ class ComposableTrainer(Trainer):
             testing_strategy=default("testing", testing_strategy, DefaultTestingStrategy),
             **options,
         )
+        # The payload of the last training in another process, with the run and the batch at which it is valid.
         self._payload: tuple[tuple[str, int], dict[str, Any]] | None = None
 
     def obtain_model_update(self, config: Mapping[str, Any], trainset: Any, sampler: Any = None) -> dict[str, Any]:
@@ -130,6 +133,7 @@ class ComposableTrainer(Trainer):
             self.train_model(config, trainset, sampler)
         else:
             self._train_elsewhere(trainset, sampler, config)
+        # A copy, because the trainer continues to train this model for the next client.
         state = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
         payload = self.update_payload
         return {"model_update": state, **payload} if payload else state
@@ -155,7 +159,8 @@ class ComposableTrainer(Trainer):
         ]
         if not before:
             raise CheckpointError(f"{folder} holds no checkpoint of client {client_id} from {requested_time} or before")
-        model: dict[str, Any] = store.load(max(before, key=lambda info: info.created).path)["model"]
+        newest = max(before, key=lambda info: info.created).path
+        model: dict[str, Any] = with_base(store.load(newest), self.context.model)["model"]
         return model
 
     @property
@@ -171,4 +176,5 @@ class ComposableTrainer(Trainer):
         return seconds
 
     def _moment(self) -> tuple[str, int]:
+        # Further training changes one of the two, so an old payload is not returned after it.
         return self.context.run.id, self.context.progress.batches
