@@ -11,12 +11,12 @@ def test_singular_names_are_the_same_units() -> None:
     assert (Epoch, Batch, Record) == (Epochs, Batches, Records)
 
 
-def test_one_is_told_in_the_singular() -> None:
+def test_a_unit_of_one_is_printed_in_the_singular() -> None:
     assert [counted(number, "batch", "batches") for number in (0, 1, 1200)] == ["0 batches", "1 batch", "1200 batches"]
     assert (counted(1, "trial"), counted(2, "trial")) == ("1 trial", "2 trials")
 
 
-def test_a_length_is_reached_at_its_own_counter() -> None:
+def test_a_length_is_reached_by_its_counter() -> None:
     progress = Progress(epoch=2, batch=3, batches=23, records=184, updates=11)
     assert Epochs(2).reached(progress)
     assert not Epochs(3).reached(progress)
@@ -40,14 +40,14 @@ def test_a_container_is_an_explicit_schedule() -> None:
     assert fired == [2, 5]
 
 
-def test_a_schedule_has_no_length() -> None:
+def test_a_schedule_is_rejected_as_a_length() -> None:
     with pytest.raises(
         ConfigError, match=r"length: expected one whole number such as Epochs\(5\), got the schedule Epochs"
     ):
         Epochs([2, 5]).reached(Progress())
 
 
-def test_a_unit_is_read_from_its_form_in_a_file() -> None:
+def test_a_unit_is_read_from_its_file_form() -> None:
     assert parse_unit({"records": 64}) == Records(64)
     assert parse_unit(Epochs(3)) == Epochs(3)
 
@@ -57,7 +57,7 @@ def test_units_of_different_kinds_differ() -> None:
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, "3", True, None])
-def test_a_bad_number_is_named(value: object) -> None:
+def test_an_invalid_number_is_named(value: object) -> None:
     with pytest.raises(ConfigError, match="Epochs"):
         Epochs(value)  # type: ignore[arg-type]
 
@@ -68,7 +68,7 @@ def test_an_unknown_unit_suggests_the_nearest() -> None:
 
 
 @pytest.mark.parametrize("value", [{}, {"epochs": 1, "batches": 2}, "3 epochs", 7])
-def test_what_is_no_unit_is_shown(value: object) -> None:
+def test_an_object_that_is_not_a_unit_is_shown_in_the_error(value: object) -> None:
     with pytest.raises(ConfigError, match="max_length: expected a unit"):
         parse_unit(value, "max_length")  # type: ignore[arg-type]
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Container, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
+from datetime import timedelta
 from typing import Any, ClassVar, SupportsFloat, SupportsIndex
 
 from dovetail.errors import ConfigError, UnknownNameError
@@ -86,6 +88,7 @@ class TrainUnit:
 
     def __post_init__(self) -> None:
         name = type(self).__name__
+        # Python counts a bool as a whole number, and text as a container.
         if isinstance(self.value, (bool, str, bytes)) or not isinstance(self.value, (int, Container)):
             raise ConfigError(f"{name}: expected a whole number or a container of them, got {self.value!r}")
         if isinstance(self.value, int) and self.value < 0:
@@ -108,13 +111,14 @@ class TrainUnit:
         return int(getattr(progress, self.counter))
 
     def reached(self, progress: Progress) -> bool:
-        """Whether training has reached this length."""
+        """Return whether training has reached this length."""
         return self.count(progress) >= self.length
 
     def due(self, before: Progress, now: Progress) -> bool:
-        """Whether a period or a scheduled number was passed between `before` and `now`."""
+        """Return whether a period or a scheduled number was passed between `before` and `now`."""
         first, last = self.count(before), self.count(now)
         if isinstance(self.value, int):
+            # Also true if the counter skipped the multiple, as records do, which grow by a batch at a time.
             return self.value > 0 and first // self.value < last // self.value
         return any(number in self.value for number in range(first + 1, last + 1))
 
@@ -143,6 +147,7 @@ class Updates(TrainUnit):
     counter = "updates"
 
 
+# Determined's names.
 Epoch = Epochs
 Batch = Batches
 Record = Records
@@ -186,6 +191,7 @@ def check_count(name: str, count: Any, least: int = 1) -> None:
         ...
         dovetail.errors.ConfigError: patience: expected a whole number that is at least 1, got 2.5
     """
+    # Whole numbers of NumPy are no `int`, but have an index.
     if isinstance(count, bool) or not isinstance(count, SupportsIndex) or operator.index(count) < least:
         raise ConfigError(f"{name}: expected a whole number that is at least {least}, got {count!r}")
 
@@ -201,6 +207,40 @@ def check_finite(name: str, value: Any) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, SupportsFloat) or not math.isfinite(value):
         raise ConfigError(f"{name}: expected a finite number, got {value!r}")
+
+
+def as_seconds(value: float | str | timedelta | Mapping[str, float], name: str = "time") -> float:
+    """Return the seconds of a length of time.
+
+    Args:
+        value: Seconds, a `timedelta`, its arguments such as `{"hours": 2}`, or a text of the form `DD:HH:MM:SS` or
+            `HH:MM:SS`.
+        name: The name of the value, for the error message.
+
+    Example:
+        >>> as_seconds("00:12:00:00"), as_seconds("01:30:00"), as_seconds({"minutes": 5})
+        (43200.0, 5400.0, 300.0)
+    """
+    seconds = math.nan
+    if isinstance(value, Mapping):
+        with suppress(TypeError):
+            seconds = timedelta(**value).total_seconds()
+    elif isinstance(value, timedelta):
+        seconds = value.total_seconds()
+    elif isinstance(value, str):
+        parts = value.split(":")
+        if len(parts) in (3, 4) and all(part.isascii() and part.isdigit() for part in parts):
+            factors = (86400, 3600, 60, 1)[-len(parts) :]
+            seconds = float(sum(factor * int(part) for factor, part in zip(factors, parts, strict=True)))
+    elif isinstance(value, SupportsFloat) and not isinstance(value, bool):
+        seconds = float(value)
+    # NaN and values of another form fail here as well.
+    if not 0 < seconds < math.inf:
+        raise ConfigError(
+            f"{name}: expected a positive number of seconds, a timedelta, {{'hours': 2}}, or a text such as "
+            f"'00:12:00:00' (days, hours, minutes, seconds), got {value!r}"
+        )
+    return seconds
 
 
 def counted(number: int, one: str, many: str | None = None) -> str:

@@ -26,20 +26,20 @@ class Platonic(TrainerCallback):
     def on_train_epoch_end(self, *arguments: Any, **further: Any) -> None: ...
 
 
-def test_a_hook_that_nobody_calls_is_told_with_the_one_that_is_meant() -> None:
+def test_an_unknown_hook_name_raises_with_the_nearest_hook() -> None:
     with pytest.warns(
         UserWarning, match=r"unknown hook of Misnamed 'on_train_epoch_end': did you mean 'on_epoch_end'\?"
     ):
         Callbacks([Misnamed])
 
 
-def test_methods_that_are_no_hooks_of_ours_are_left_alone() -> None:
+def test_methods_that_are_not_hooks_are_ignored() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(Callbacks([OfTwo, Platonic])) == 2
 
 
-def test_every_hook_of_another_library_is_answered_with_one_of_ours() -> None:
+def test_every_hook_of_another_library_suggests_one_of_ours() -> None:
     for theirs, ours in FOREIGN_HOOKS.items():
         assert theirs not in vars(Callback)
         assert ours in vars(Callback)
@@ -71,14 +71,12 @@ class CustomEventPlatonic(TrainerCallback):
         ),
     ],
 )
-def test_a_hook_of_a_plato_callback_that_is_never_called_is_a_warning(
-    kind: type[TrainerCallback], sentence: str
-) -> None:
+def test_a_plato_callback_hook_that_is_never_called_warns(kind: type[TrainerCallback], sentence: str) -> None:
     with pytest.warns(UserWarning, match=sentence):
         Callbacks([kind])
 
 
-def test_an_event_that_a_handler_calls_by_name_is_no_warning() -> None:
+def test_an_event_that_a_handler_calls_by_name_does_not_warn() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(Callbacks([CustomEventPlatonic])) == 1
@@ -93,7 +91,7 @@ class ReplacesHook(SetsHook):
     def on_epoch_end(self, *arguments: Any) -> None: ...
 
 
-def test_a_hook_that_was_set_on_the_instance_is_a_warning() -> None:
+def test_a_hook_set_on_the_instance_warns() -> None:
     sentence = (
         r"SetsHook\.on_epoch_end is never called, because it was set on the instance: define it in the class, "
         r"or use LambdaCallback\(on_epoch_end=…\)"
@@ -129,7 +127,7 @@ class RestoresToo(SavesOnly):
         (RestoresOnly, "RestoresOnly defines load_state_dict without state_dict: checkpoints have no state for it"),
     ],
 )
-def test_half_of_the_state_methods_is_a_warning(kind: type[Callback], sentence: str) -> None:
+def test_one_state_method_without_the_other_warns(kind: type[Callback], sentence: str) -> None:
     with pytest.warns(UserWarning, match=sentence):
         Callbacks([kind])
 

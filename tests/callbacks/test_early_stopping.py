@@ -17,14 +17,14 @@ from dovetail.units import Batches, Epochs
 ACCURACIES = (0.1, 0.2, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3)
 
 
-def test_it_stops_after_so_many_values_without_an_improvement(scripted: Callable[..., Any]) -> None:
+def test_early_stopping_stops_after_its_patience(scripted: Callable[..., Any]) -> None:
     trainer = scripted(EarlyStopping(patience=2)).script(3.0, 2.0, 2.5, 2.2, 1.0)
     trainer.fit(max_length=Epochs(5))
     assert trainer.context.progress.epoch == 4
     assert trainer.context.run.stop_reason == "valid_loss has not improved 2 times in a row (best: 2 in epoch 2)"
 
 
-def test_an_improvement_starts_the_count_anew(scripted: Callable[..., Any]) -> None:
+def test_an_improvement_resets_the_patience(scripted: Callable[..., Any]) -> None:
     trainer = scripted(EarlyStopping(patience=2)).script(3.0, 3.1, 2.0, 2.1, 2.2, 1.0)
     trainer.fit(max_length=Epochs(6))
     assert trainer.context.progress.epoch == 5
@@ -36,19 +36,19 @@ def test_an_improvement_must_be_larger_than_min_delta(scripted: Callable[..., An
     assert trainer.context.progress.epoch == 3
 
 
-def test_large_values_of_an_accuracy_are_good(scripted: Callable[..., Any]) -> None:
+def test_for_an_accuracy_larger_values_are_better(scripted: Callable[..., Any]) -> None:
     trainer = scripted(EarlyStopping("valid_accuracy", patience=1)).script(0.5, 0.6, 0.55, name="accuracy")
     trainer.fit(max_length=Epochs(9))
     assert trainer.context.progress.epoch == 3
 
 
-def test_nan_is_no_improvement_even_as_the_first_value(scripted: Callable[..., Any]) -> None:
+def test_nan_is_not_an_improvement_even_as_the_first_value(scripted: Callable[..., Any]) -> None:
     trainer = scripted(EarlyStopping(patience=2)).script(math.nan, math.nan, 1.0)
     trainer.fit(max_length=Epochs(3))
     assert trainer.context.progress.epoch == 2
 
 
-def test_a_metric_of_training_is_looked_at_after_every_epoch(make: Callable[..., Any]) -> None:
+def test_a_training_metric_is_checked_after_every_epoch(make: Callable[..., Any]) -> None:
     stopping = EarlyStopping("train_loss", patience=1, min_delta=100.0)
     trainer = make(stopping)
     history = trainer.fit(max_length=Epochs(9))
@@ -75,7 +75,7 @@ def test_the_best_weights_are_restored(scripted: Callable[..., Any], num_epochs:
     assert not torch.equal(best["0.weight"], last["0.weight"])
 
 
-def test_without_restore_best_the_last_weights_stay(scripted: Callable[..., Any]) -> None:
+def test_without_restore_best_the_last_weights_are_kept(scripted: Callable[..., Any]) -> None:
     straight = scripted().script(3.0, 1.0, 2.0)
     straight.fit(max_length=Epochs(3))
     stopped = scripted(EarlyStopping(patience=1)).script(3.0, 1.0, 2.0, 2.0)
@@ -83,11 +83,11 @@ def test_without_restore_best_the_last_weights_stay(scripted: Callable[..., Any]
     assert torch.equal(straight.model[0].weight, stopped.model[0].weight)
 
 
-def test_the_window_has_its_known_answer(scripted: Callable[..., Any]) -> None:
+def test_the_window_rule_has_a_known_answer(scripted: Callable[..., Any]) -> None:
     trainer = scripted(ImprovementWindow(num_epochs=3, improv=0.01)).script(*ACCURACIES, name="accuracy")
     trainer.fit(max_length=Epochs(8))
     assert trainer.context.progress.epoch == 6
-    assert trainer.context.run.stop_reason == "valid_accuracy has gained 0 over the last 3 values, 0.01 was wanted"
+    assert trainer.context.run.stop_reason == "valid_accuracy has gained 0 over the last 3 values (required: 0.01)"
 
 
 def test_the_gain_of_a_loss_is_its_decrease(scripted: Callable[..., Any]) -> None:
@@ -106,7 +106,7 @@ def test_stop_when_includes_the_threshold(scripted: Callable[..., Any]) -> None:
     trainer = scripted(StopWhen("valid_accuracy", 0.75)).script(0.5, 0.74, 0.75, 0.9, name="accuracy")
     trainer.fit(max_length=Epochs(4))
     assert trainer.context.progress.epoch == 3
-    assert trainer.context.run.stop_reason == "valid_accuracy is 0.75, 0.75 was wanted"
+    assert trainer.context.run.stop_reason == "valid_accuracy is 0.75 (required: 0.75)"
 
 
 def test_stop_when_waits_for_a_small_loss(scripted: Callable[..., Any]) -> None:
@@ -142,7 +142,7 @@ def test_a_resumed_run_stops_where_the_uninterrupted_one_does(scripted: Callable
 def test_a_run_that_had_stopped_trains_nothing_when_resumed(scripted: Callable[..., Any], kind: Any) -> None:
     make, values, name = STOPPERS[kind]
     states = []
-    # Where the loop writes its last checkpoint.
+    # The step at which the loop writes its last checkpoint.
     keep = LambdaCallback(
         on_epoch_end=lambda context, _: states.append(copy.deepcopy(context.run.trainer.state_dict()))
     )
@@ -156,7 +156,7 @@ def test_a_run_that_had_stopped_trains_nothing_when_resumed(scripted: Callable[.
 
 
 @pytest.mark.parametrize("kind", STOPPERS)
-def test_a_further_fit_of_the_same_trainer_has_a_new_chance(scripted: Callable[..., Any], kind: Any) -> None:
+def test_a_further_fit_resets_early_stopping(scripted: Callable[..., Any], kind: Any) -> None:
     make, values, name = STOPPERS[kind]
     trainer = scripted(make()).script(*values, name=name)
     trainer.fit(max_length=Epochs(8))
@@ -165,7 +165,7 @@ def test_a_further_fit_of_the_same_trainer_has_a_new_chance(scripted: Callable[.
     assert trainer.context.progress.epoch > stopped_after
 
 
-def test_a_new_run_is_not_measured_by_the_one_before_it(scripted: Callable[..., Any]) -> None:
+def test_a_new_run_is_not_compared_with_the_previous_one(scripted: Callable[..., Any]) -> None:
     stopping = EarlyStopping(patience=2, restore_best=True)
     trainer = scripted(stopping).script(1.0, 5.0, 4.0, 3.0)
     trainer.fit(max_length=Epochs(1))
@@ -182,7 +182,7 @@ def test_the_window_of_a_new_run_is_empty(scripted: Callable[..., Any]) -> None:
     assert trainer.context.progress.epoch == 2
 
 
-def test_a_run_resumed_from_the_validation_before_its_first_batch_keeps_what_it_saw(
+def test_a_run_resumed_before_its_first_batch_keeps_the_first_validation(
     scripted: Callable[..., Any],
 ) -> None:
     stopping = EarlyStopping()
@@ -193,7 +193,7 @@ def test_a_run_resumed_from_the_validation_before_its_first_batch_keeps_what_it_
     assert stopping.best == 2.0
 
 
-def test_a_loaded_copy_of_the_best_weights_is_its_own(scripted: Callable[..., Any]) -> None:
+def test_the_loaded_best_weights_are_a_copy(scripted: Callable[..., Any]) -> None:
     first = scripted(stopping := EarlyStopping(restore_best=True)).script(1.0)
     first.fit(max_length=Epochs(1))
     loaded = EarlyStopping(restore_best=True)
@@ -203,7 +203,7 @@ def test_a_loaded_copy_of_the_best_weights_is_its_own(scripted: Callable[..., An
     assert torch.equal(loaded.state_dict()["weights"]["0.weight"], before)
 
 
-def test_meaningless_settings_are_refused() -> None:
+def test_early_stopping_rejects_invalid_settings() -> None:
     with pytest.raises(ConfigError, match="patience: expected a whole number that is at least 1, got 0"):
         EarlyStopping(patience=0)
     with pytest.raises(ConfigError, match="min_delta: expected a number that is not negative"):
@@ -213,14 +213,14 @@ def test_meaningless_settings_are_refused() -> None:
 
 
 @pytest.mark.parametrize("limit", [math.nan, math.inf, -math.inf, "0.5", True])
-def test_a_limit_that_no_value_can_be_compared_with_is_an_error(limit: Any) -> None:
+def test_a_limit_that_cannot_be_compared_is_an_error(limit: Any) -> None:
     with pytest.raises(ConfigError, match=f"StopWhen: threshold: expected a finite number, got {limit!r}"):
         StopWhen("valid_loss", limit)
     with pytest.raises(ConfigError, match=f"ImprovementWindow: improv: expected a finite number, got {limit!r}"):
         ImprovementWindow(3, limit)
 
 
-def test_a_limit_may_be_a_number_of_numpy_or_torch() -> None:
+def test_a_limit_may_be_a_numpy_or_torch_number() -> None:
     limits: list[Any] = [np.float32(0.5), torch.tensor(0.5)]
     for limit in limits:
         assert StopWhen("valid_loss", limit).threshold == 0.5

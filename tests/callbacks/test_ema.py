@@ -35,7 +35,7 @@ def recorded(make: Callable[..., Any], ema: Any, num_epochs: int = 3) -> list[li
 
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("warmup", [False, True])
-def test_the_average_is_that_of_the_formula(make: Callable[..., Any], every: Any, warmup: Any) -> None:
+def test_the_ema_follows_its_formula(make: Callable[..., Any], every: Any, warmup: Any) -> None:
     ema = EMA(decay=0.9, every=every, warmup=warmup)
     start, *updates = recorded(make, ema)
     expected = start
@@ -49,7 +49,7 @@ def test_the_average_is_that_of_the_formula(make: Callable[..., Any], every: Any
         assert not torch.equal(average, value)
 
 
-def test_training_is_the_same_bit_for_bit(make: Callable[..., Any], data: Any) -> None:
+def test_ema_does_not_change_training_bit_for_bit(make: Callable[..., Any], data: Any) -> None:
     plain, averaged = make(), make(EMA(decay=0.5))
     for trainer in (plain, averaged):
         trainer.fit(None, data, max_length=Epochs(3), validation_period=Batches(2))
@@ -57,7 +57,7 @@ def test_training_is_the_same_bit_for_bit(make: Callable[..., Any], data: Any) -
     assert plain.context.history.losses == averaged.context.history.losses
 
 
-def test_validation_sees_the_average(make: Callable[..., Any], data: Any) -> None:
+def test_validation_uses_the_ema_weights(make: Callable[..., Any], data: Any) -> None:
     ema = EMA(decay=0.5)
     trainer = make(ema)
     history = trainer.fit(None, data, max_length=Epochs(2))
@@ -67,13 +67,13 @@ def test_validation_sees_the_average(make: Callable[..., Any], data: Any) -> Non
     assert trainer.evaluate(data)["loss"] == history.get_latest_metric("valid_loss")
 
 
-def test_validation_can_see_the_training_weights(make: Callable[..., Any], data: Any) -> None:
+def test_validation_can_use_the_training_weights(make: Callable[..., Any], data: Any) -> None:
     trainer = make(EMA(decay=0.5, validate_with_average=False))
     history = trainer.fit(None, data, max_length=Epochs(2))
     assert trainer.evaluate(data)["loss"] == history.get_latest_metric("valid_loss")
 
 
-def test_an_error_in_validation_leaves_the_training_weights(make: Callable[..., Any], data: Any) -> None:
+def test_an_error_in_validation_restores_the_training_weights(make: Callable[..., Any], data: Any) -> None:
     def fail(trainer: Any, batch: Any) -> None:
         raise ZeroDivisionError
 
@@ -84,7 +84,7 @@ def test_an_error_in_validation_leaves_the_training_weights(make: Callable[..., 
     assert same(weights(plain), weights(broken))
 
 
-def test_a_validation_that_measures_nothing_leaves_the_training_weights(
+def test_an_empty_validation_restores_the_training_weights(
     make: Callable[..., Any], scripted: Callable[..., Any]
 ) -> None:
     plain, averaged = make(), scripted(EMA(decay=0.5)).script(None, None)
@@ -93,19 +93,19 @@ def test_a_validation_that_measures_nothing_leaves_the_training_weights(
     assert same(weights(plain), weights(averaged))
 
 
-def test_resumed_is_uninterrupted(make: Callable[..., Any]) -> None:
+def test_a_resumed_ema_equals_an_uninterrupted_one(make: Callable[..., Any]) -> None:
     straight, first, second = EMA(decay=0.9, warmup=True), EMA(decay=0.9, warmup=True), EMA(decay=0.9, warmup=True)
     make(straight).fit(max_length=Epochs(4))
-    begun = make(first)
-    begun.fit(max_length=Batches(7))
+    started = make(first)
+    started.fit(max_length=Batches(7))
     resumed = make(second)
-    resumed.load_state_dict(copy.deepcopy(begun.state_dict()))
+    resumed.load_state_dict(copy.deepcopy(started.state_dict()))
     resumed.fit(max_length=Epochs(4))
     assert second.num_averaged == straight.num_averaged == 20
     assert same(second.average_state_dict().values(), straight.average_state_dict().values())
 
 
-def test_a_loaded_average_is_its_own_copy(make: Callable[..., Any]) -> None:
+def test_a_loaded_ema_is_a_copy(make: Callable[..., Any]) -> None:
     make(ema := EMA()).fit(max_length=Epochs(1))
     loaded = EMA()
     loaded.load_state_dict(state := ema.state_dict())
@@ -114,7 +114,7 @@ def test_a_loaded_average_is_its_own_copy(make: Callable[..., Any]) -> None:
     assert torch.equal(loaded.state_dict()["averages"]["0.weight"], before)
 
 
-def test_the_average_that_is_given_away_does_not_change(make: Callable[..., Any]) -> None:
+def test_the_returned_ema_weights_do_not_change(make: Callable[..., Any]) -> None:
     trainer = make(ema := EMA(decay=0.5))
     trainer.fit(max_length=Epochs(1))
     given = ema.average_state_dict()
@@ -123,7 +123,7 @@ def test_the_average_that_is_given_away_does_not_change(make: Callable[..., Any]
     assert torch.equal(given["0.weight"], before)
 
 
-def test_buffers_and_frozen_parameters_are_those_of_the_model(make: Callable[..., Any]) -> None:
+def test_buffers_and_frozen_parameters_are_taken_from_the_model(make: Callable[..., Any]) -> None:
     model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2)).double()
     model[2].requires_grad_(False)
     trainer = make(ema := EMA(decay=0.5), model=model)
@@ -133,7 +133,7 @@ def test_buffers_and_frozen_parameters_are_those_of_the_model(make: Callable[...
     assert state.keys() - equal == {"0.weight", "0.bias", "1.weight", "1.bias"}
 
 
-def test_tied_weights_have_one_average(make: Callable[..., Any]) -> None:
+def test_tied_weights_have_one_ema(make: Callable[..., Any]) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -154,7 +154,7 @@ def test_tied_weights_have_one_average(make: Callable[..., Any]) -> None:
     assert not torch.equal(trainer.model.first.weight, average["first.weight"])
 
 
-def test_the_average_of_half_precision_weights_is_kept_in_full(make: Callable[..., Any]) -> None:
+def test_the_ema_of_half_precision_weights_is_in_full_precision(make: Callable[..., Any]) -> None:
     model = nn.Linear(3, 2).bfloat16()
     trainer = make(ema := EMA(), model=model)
     x, y = trainer.context.run.data["train"]
@@ -163,7 +163,7 @@ def test_the_average_of_half_precision_weights_is_kept_in_full(make: Callable[..
     assert {value.dtype for value in ema.average_state_dict().values()} == {torch.bfloat16}
 
 
-def test_an_unfrozen_parameter_joins_at_the_next_epoch(make: Callable[..., Any]) -> None:
+def test_an_unfrozen_parameter_is_averaged_from_the_next_epoch(make: Callable[..., Any]) -> None:
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)).double()
     model[0].requires_grad_(False)
     unfreeze = LambdaCallback(on_epoch_end=lambda context, _: model[0].requires_grad_(True))
@@ -174,7 +174,7 @@ def test_an_unfrozen_parameter_joins_at_the_next_epoch(make: Callable[..., Any])
     assert ema.state_dict()["averages"].keys() == {"0.weight", "0.bias", "1.weight", "1.bias"}
 
 
-def test_another_model_begins_another_average(make: Callable[..., Any]) -> None:
+def test_another_model_starts_a_new_ema(make: Callable[..., Any]) -> None:
     ema = EMA(decay=0.5)
     make(ema).fit(max_length=Epochs(1))
     alone = EMA(decay=0.5)
@@ -183,7 +183,7 @@ def test_another_model_begins_another_average(make: Callable[..., Any]) -> None:
     assert same(ema.average_state_dict().values(), alone.average_state_dict().values())
 
 
-def test_a_new_run_of_the_same_model_begins_another_average(make: Callable[..., Any]) -> None:
+def test_a_new_run_of_the_same_model_starts_a_new_ema(make: Callable[..., Any]) -> None:
     trainer = make(ema := EMA(decay=1.0))
     trainer.fit(max_length=Epochs(1))
     reset(trainer)
@@ -193,19 +193,19 @@ def test_a_new_run_of_the_same_model_begins_another_average(make: Callable[..., 
     assert ema.num_averaged == 5
 
 
-def test_an_average_that_no_update_went_into_is_a_warning(make: Callable[..., Any]) -> None:
+def test_an_ema_without_updates_warns(make: Callable[..., Any]) -> None:
     sentence = "EMA: the average is still the initial weights: every is 6, and the run made 5 updates"
     with pytest.warns(UserWarning, match=sentence):
         make(EMA(every=6)).fit(max_length=Epochs(1))
     make(EMA(every=5)).fit(max_length=Epochs(1))
 
 
-def test_an_average_of_a_run_that_was_stopped_is_no_warning(make: Callable[..., Any]) -> None:
+def test_an_ema_of_a_stopped_run_does_not_warn(make: Callable[..., Any]) -> None:
     stop = LambdaCallback(on_step_end=lambda context, output: context.stop("enough"))
     make(EMA(every=5), stop).fit(max_length=Epochs(1))
 
 
-def test_an_average_of_another_form_is_refused(make: Callable[..., Any]) -> None:
+def test_an_ema_of_another_shape_is_rejected(make: Callable[..., Any]) -> None:
     make(ema := EMA()).fit(max_length=Epochs(1))
     loaded = EMA()
     loaded.load_state_dict(ema.state_dict())
@@ -213,7 +213,7 @@ def test_an_average_of_another_form_is_refused(make: Callable[..., Any]) -> None
         make(loaded, model=nn.Sequential(nn.Linear(3, 2)).double()).fit(max_length=Epochs(1))
 
 
-def test_meaningless_settings_are_refused() -> None:
+def test_ema_rejects_invalid_settings() -> None:
     with pytest.raises(ConfigError, match=r"decay: expected a number from 0 to 1, got 1\.5"):
         EMA(decay=1.5)
     with pytest.raises(ConfigError, match="every: expected a whole number that is at least 1, got 0"):

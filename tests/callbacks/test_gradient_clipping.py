@@ -39,7 +39,7 @@ CLIPS = {
 
 @pytest.mark.parametrize("kind", CLIPS)
 @pytest.mark.parametrize("log", [False, True])
-def test_it_equals_a_hand_written_loop(make: Callable[..., Any], kind: Any, log: Any) -> None:
+def test_clipping_equals_a_hand_written_loop(make: Callable[..., Any], kind: Any, log: Any) -> None:
     settings, clip = CLIPS[kind]
     trainer, reference, free = make(GradientClipping(**settings, log=log)), make(), make()
     trainer.fit(max_length=Epochs(2))
@@ -49,14 +49,14 @@ def test_it_equals_a_hand_written_loop(make: Callable[..., Any], kind: Any, log:
     assert not torch.equal(trainer.model[0].weight, free.model[0].weight)
 
 
-def test_it_sees_the_gradients_of_a_whole_window(make: Callable[..., Any]) -> None:
+def test_clipping_sees_the_gradients_of_a_whole_window(make: Callable[..., Any]) -> None:
     trainer, reference = make(GradientClipping(max_norm=0.2), accumulation_steps=5), make()
     trainer.fit(max_length=Epochs(2))
     by_hand(reference, CLIPS["norm"][1], accumulate=5)
     torch.testing.assert_close(trainer.model[0].weight, reference.model[0].weight, rtol=1e-12, atol=1e-14)
 
 
-def test_every_optimizer_is_clipped_on_its_own(make: Callable[..., Any]) -> None:
+def test_every_optimizer_is_clipped_separately(make: Callable[..., Any]) -> None:
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)).double()
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
     norms = []
@@ -75,7 +75,7 @@ def test_every_optimizer_is_clipped_on_its_own(make: Callable[..., Any]) -> None
     assert row["size"] != row["size_1"]
 
 
-def test_the_log_has_mean_size_and_share_of_clipped_steps(make: Callable[..., Any]) -> None:
+def test_the_log_has_the_mean_norm_and_the_share_of_clipped_steps(make: Callable[..., Any]) -> None:
     history = make(GradientClipping(max_norm=0.45, log=True)).fit(max_length=Epochs(2))
     sizes = [float(size) for size in by_hand(make(), lambda p: nn.utils.clip_grad_norm_(p, 0.45))]
     rows = [row for row in history if row["stage"] == "gradients"]
@@ -86,23 +86,23 @@ def test_the_log_has_mean_size_and_share_of_clipped_steps(make: Callable[..., An
     assert 0 < sum(row["clipped"] for row in rows) < 2
 
 
-def test_without_log_nothing_is_recorded(make: Callable[..., Any]) -> None:
+def test_without_log_no_norm_is_recorded(make: Callable[..., Any]) -> None:
     history = make(GradientClipping(max_norm=0.2)).fit(max_length=Epochs(1))
     assert {row["stage"] for row in history} == {"train"}
 
 
-def test_a_log_resumed_in_an_epoch_is_the_uninterrupted_one(make: Callable[..., Any]) -> None:
+def test_a_clipping_log_resumed_within_an_epoch_equals_an_uninterrupted_one(make: Callable[..., Any]) -> None:
     straight = make(GradientClipping(max_norm=0.3, log=True)).fit(max_length=Epochs(1))
-    begun = make(GradientClipping(max_norm=0.3, log=True))
-    begun.fit(max_length=Batches(3))
+    started = make(GradientClipping(max_norm=0.3, log=True))
+    started.fit(max_length=Batches(3))
     resumed = make(GradientClipping(max_norm=0.3, log=True))
-    resumed.load_state_dict(copy.deepcopy(begun.state_dict()))
+    resumed.load_state_dict(copy.deepcopy(started.state_dict()))
     history = resumed.fit(max_length=Epochs(1))
     assert history.get_latest_metric("gradients_size") == straight.get_latest_metric("gradients_size")
     assert history.get_latest_metric("gradients_clipped") == straight.get_latest_metric("gradients_clipped")
 
 
-def test_the_log_of_a_new_run_leaves_out_the_epoch_that_was_broken_off(make: Callable[..., Any]) -> None:
+def test_the_log_of_a_new_run_excludes_the_interrupted_epoch(make: Callable[..., Any]) -> None:
     trainer = make(GradientClipping(max_norm=0.3, log=True))
     trainer.fit(max_length=Batches(3))
     reset(trainer)
@@ -119,13 +119,13 @@ def test_exactly_one_positive_limit_is_accepted(limits: Any) -> None:
 
 
 @pytest.mark.parametrize("limits", [{"max_norm": 0.0}, {"max_value": -1.0}])
-def test_a_limit_is_positive(limits: Any) -> None:
+def test_the_clipping_limit_must_be_positive(limits: Any) -> None:
     (name,) = limits
     with pytest.raises(ConfigError, match=f"{name}: expected a number above 0"):
         GradientClipping(**limits)
 
 
-def test_a_norm_type_beside_max_value_is_an_error() -> None:
+def test_a_norm_type_with_max_value_is_an_error() -> None:
     with pytest.raises(
         ConfigError, match=r"norm_type: expected with max_norm only, got norm_type=inf and max_value=0\.5"
     ):

@@ -29,7 +29,7 @@ def test_classes_and_instances_are_added_and_named_in_order() -> None:
     assert handler.callback_list == ["Plato", "Ours", "Plato", "Ours"]
 
 
-def test_clear_forgets_all() -> None:
+def test_clear_removes_all_callbacks() -> None:
     handler = CallbackHandler([Plato, Ours])
     handler.clear_callbacks()
     assert handler.callback_list == []
@@ -47,10 +47,10 @@ def test_an_error_inside_a_callback_keeps_its_type() -> None:
         CallbackHandler([Ours]).call_event("on_train_end", None)
 
 
-def test_an_unknown_event_names_the_nearest() -> None:
+def test_an_unknown_event_suggests_the_nearest() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'on_train_run_start'"):
         CallbackHandler([Plato]).call_event("on_train_run_strat", None, {})
 
 
-def test_a_known_event_without_takers_is_fine() -> None:
+def test_a_known_event_without_receivers_is_accepted() -> None:
     CallbackHandler([Ours]).call_event("on_train_run_start", None, {})

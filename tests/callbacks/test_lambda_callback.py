@@ -21,22 +21,22 @@ def test_functions_are_called_with_the_arguments_of_their_hooks(make: Callable[.
     assert seen == [(1, ["train_loss"]), (2, ["train_loss"]), "end"]
 
 
-def test_hooks_that_were_not_given_cost_nothing() -> None:
+def test_hooks_that_were_not_given_are_not_called() -> None:
     callbacks = Callbacks([LambdaCallback(on_epoch_end=print)])
     assert (len(callbacks.on_epoch_end), len(callbacks.on_step_end)) == (1, 0)
 
 
-def test_an_unknown_hook_names_the_nearest() -> None:
+def test_an_unknown_hook_suggests_the_nearest() -> None:
     with pytest.raises(UnknownNameError, match="unknown hook 'on_epoch_ended': did you mean 'on_epoch_end'"):
         LambdaCallback(on_epoch_ended=print)
 
 
-def test_a_value_that_is_no_function_is_refused() -> None:
+def test_a_value_that_is_not_a_function_is_rejected() -> None:
     with pytest.raises(ConfigError, match="on_epoch_end: expected a function, got 3"):
         LambdaCallback(on_epoch_end=3)  # type: ignore[arg-type]
 
 
-def test_it_reaches_another_process() -> None:
+def test_a_lambda_callback_can_be_sent_to_another_process() -> None:
     copied = pickle.loads(pickle.dumps(LambdaCallback(on_train_end=print)))
     assert copied.on_train_end is print
     assert isinstance(copied, LambdaCallback)

@@ -39,7 +39,7 @@ def test_every_epoch_has_one_row_with_the_metrics_of_the_history(
 
 
 @KINDS
-def test_validations_inside_an_epoch_have_rows_of_their_own(
+def test_validations_inside_an_epoch_have_separate_rows(
     scripted: Callable[..., Any], tmp_path: Path, kind: Any, name: str
 ) -> None:
     trainer = scripted(kind(tmp_path / name)).script(5.0, 4.0, 3.0, 2.0, 1.0)
@@ -69,7 +69,7 @@ def test_a_validation_at_the_last_batch_shares_the_row_of_its_epoch(
 
 
 @KINDS
-def test_a_validation_after_the_last_epoch_is_kept(
+def test_a_validation_after_the_last_epoch_is_written(
     scripted: Callable[..., Any], tmp_path: Path, kind: Any, name: str
 ) -> None:
     trainer = scripted(kind(tmp_path / name)).script(4.0, 3.0)
@@ -98,7 +98,7 @@ def test_a_resumed_run_leaves_the_file_of_an_uninterrupted_one(
     keep = LambdaCallback(
         on_epoch_end=lambda context, _: states.append(copy.deepcopy(context.run.trainer.state_dict()))
     )
-    # This run goes on after the checkpoint, and its further rows are lost.
+    # This run continues after the checkpoint, and its further rows are lost.
     scripted(kind(tmp_path / name), keep).script(*values).fit(max_length=Epochs(3))
     resumed = scripted(kind(tmp_path / name)).script(*values[cut:])
     resumed.load_state_dict(states[cut - 1])
@@ -107,14 +107,14 @@ def test_a_resumed_run_leaves_the_file_of_an_uninterrupted_one(
 
 
 @KINDS
-def test_a_new_run_begins_a_new_file(make: Callable[..., Any], tmp_path: Path, kind: Any, name: str) -> None:
+def test_a_new_run_starts_a_new_file(make: Callable[..., Any], tmp_path: Path, kind: Any, name: str) -> None:
     for _ in range(2):
         make(kind(tmp_path / name)).fit(max_length=Epochs(2))
     assert len(read(tmp_path / name)) == 2
 
 
 @KINDS
-def test_a_new_run_of_the_same_trainer_begins_a_new_file(
+def test_a_new_run_of_the_same_trainer_starts_a_new_file(
     make: Callable[..., Any], tmp_path: Path, kind: Any, name: str
 ) -> None:
     trainer = make(kind(tmp_path / name))
@@ -125,7 +125,7 @@ def test_a_new_run_of_the_same_trainer_begins_a_new_file(
 
 
 @KINDS
-def test_a_further_fit_appends(make: Callable[..., Any], tmp_path: Path, kind: Any, name: str) -> None:
+def test_a_further_fit_appends_to_the_file(make: Callable[..., Any], tmp_path: Path, kind: Any, name: str) -> None:
     trainer = make(kind(tmp_path / name))
     trainer.fit(max_length=Epochs(1))
     trainer.fit(max_length=Epochs(3))
@@ -133,12 +133,12 @@ def test_a_further_fit_appends(make: Callable[..., Any], tmp_path: Path, kind: A
 
 
 @KINDS
-def test_rows_that_are_gone_are_missed(tmp_path: Path, kind: Any, name: str) -> None:
-    with pytest.warns(UserWarning, match="has 0 rows, the checkpoint knows of 3: the others are lost"):
+def test_missing_rows_are_reported_on_resume(tmp_path: Path, kind: Any, name: str) -> None:
+    with pytest.warns(UserWarning, match="has 0 rows, the checkpoint has 3: the others are lost"):
         kind(tmp_path / name).load_state_dict({"rows": 3})
 
 
-def test_json_has_strings_for_what_is_not_finite(scripted: Callable[..., Any], tmp_path: Path) -> None:
+def test_json_has_strings_for_values_that_are_not_finite(scripted: Callable[..., Any], tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     scripted(JSONLLogger(path)).script(math.nan, -math.inf).fit(max_length=Epochs(2))
 
@@ -151,7 +151,7 @@ def test_json_has_strings_for_what_is_not_finite(scripted: Callable[..., Any], t
 
 @KINDS
 @pytest.mark.parametrize("damage", [b"\xff\xfe\n", b'[[["\0\n', b"batches\nmany\n"])
-def test_a_damaged_file_is_kept_aside_and_does_not_end_a_resumed_run(
+def test_a_damaged_file_is_moved_aside_and_does_not_end_a_resumed_run(
     make: Callable[..., Any], data: Any, tmp_path: Path, kind: Any, name: str, damage: Any
 ) -> None:
     path, checkpoint = tmp_path / name, tmp_path / "ck"

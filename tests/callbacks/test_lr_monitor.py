@@ -17,7 +17,7 @@ def lr_rows(history: Any) -> list[dict[str, Any]]:
     return [{key: row[key] for key in row if key != "stage"} for row in history if row["stage"] == "lr"]
 
 
-def test_it_records_the_rate_that_every_epoch_starts_with(make: Callable[..., Any]) -> None:
+def test_the_lr_monitor_records_the_initial_rate_of_every_epoch(make: Callable[..., Any]) -> None:
     model = nn.Linear(3, 2).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     trainer = make(LRMonitor(), model=model, optimizer=optimizer, scheduler=ExponentialLR(optimizer, 0.5))
@@ -29,12 +29,12 @@ def test_it_records_the_rate_that_every_epoch_starts_with(make: Callable[..., An
     ]
 
 
-def test_it_records_every_second_epoch(make: Callable[..., Any]) -> None:
+def test_the_lr_monitor_records_every_second_epoch(make: Callable[..., Any]) -> None:
     rows = lr_rows(make(LRMonitor(every=Epochs(2))).fit(max_length=Epochs(5)))
     assert [row["epoch"] for row in rows] == [0, 2, 4]
 
 
-def test_it_records_updates_from_the_first_on(make: Callable[..., Any]) -> None:
+def test_the_lr_monitor_records_updates_from_the_first_one(make: Callable[..., Any]) -> None:
     rows = lr_rows(make(LRMonitor(every=Updates(4))).fit(max_length=Epochs(2)))
     assert [row["updates"] for row in rows] == [0, 4, 8]
 
@@ -57,6 +57,6 @@ def test_every_group_of_every_optimizer_has_a_name(make: Callable[..., Any]) -> 
 
 
 @pytest.mark.parametrize("every", [Batches(1), Updates(0), 3])
-def test_other_periods_are_refused(every: Any) -> None:
+def test_unknown_periods_are_rejected(every: Any) -> None:
     with pytest.raises(ConfigError, match=r"expected Epochs\(n\) or Updates\(n\)"):
         LRMonitor(every=every)

@@ -27,7 +27,9 @@ def breaks_at(*numbers: Any, value: Any = math.nan) -> Callable[[Any, Any], dict
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("print_every", [1, 2, 10])
-def test_it_names_the_batch_and_the_value(make: Callable[..., Any], value: Any, print_every: int) -> None:
+def test_the_non_finite_callback_names_the_batch_and_the_value(
+    make: Callable[..., Any], value: Any, print_every: int
+) -> None:
     trainer = make(nonfinite="ignore", train_step=breaks_at(8, 9, value=value), print_every=print_every)
     trainer.context.callbacks.add(NonFiniteLoss())
     with pytest.raises(
@@ -36,7 +38,7 @@ def test_it_names_the_batch_and_the_value(make: Callable[..., Any], value: Any, 
         trainer.fit(max_length=Epochs(3))
 
 
-def test_it_can_stop_in_good_order(make: Callable[..., Any]) -> None:
+def test_the_non_finite_callback_can_stop_training_cleanly(make: Callable[..., Any]) -> None:
     ended: list[Any] = []
     trainer = make(
         NonFiniteLoss("stop"),
@@ -51,7 +53,7 @@ def test_it_can_stop_in_good_order(make: Callable[..., Any]) -> None:
     assert len(ended) == 1
 
 
-def test_it_can_warn_once_and_go_on(make: Callable[..., Any]) -> None:
+def test_the_non_finite_callback_can_warn_once_and_continue(make: Callable[..., Any]) -> None:
     trainer = make(NonFiniteLoss("warn"), nonfinite="ignore", train_step=breaks_at(2, 7), print_every=1)
     with pytest.warns(RuntimeWarning, match="the loss of batch 2 is nan") as caught:
         trainer.fit(max_length=Epochs(3))
@@ -66,13 +68,13 @@ def test_finite_losses_whose_sum_overflows_are_finite() -> None:
         NonFiniteLoss().on_report(context, Report({}, [1e308, 1e308, math.inf], 0))
 
 
-def test_weights_are_not_touched(make: Callable[..., Any]) -> None:
+def test_the_non_finite_callback_does_not_change_weights(make: Callable[..., Any]) -> None:
     plain, watched = make(nonfinite="ignore"), make(NonFiniteLoss(), nonfinite="ignore")
     for trainer in (plain, watched):
         trainer.fit(max_length=Epochs(2))
     assert torch.equal(plain.model[0].weight, watched.model[0].weight)
 
 
-def test_an_unknown_action_is_refused() -> None:
+def test_an_unknown_action_is_rejected() -> None:
     with pytest.raises(ConfigError, match="expected 'raise', 'stop' or 'warn', got 'ignore'"):
         NonFiniteLoss("ignore")  # type: ignore[arg-type]

@@ -37,7 +37,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_the_rates_are_those_of_torch(scripted: Callable[..., Any], settings: Any) -> None:
+def test_the_plateau_callback_gives_the_rates_of_torch(scripted: Callable[..., Any], settings: Any) -> None:
     reference = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     scheduler = ReduceLROnPlateau(reference, **settings)
     expected = []
@@ -48,7 +48,7 @@ def test_the_rates_are_those_of_torch(scripted: Callable[..., Any], settings: An
     assert expected[-1] != [0.1]
 
 
-def test_every_group_of_every_optimizer_is_lowered(scripted: Callable[..., Any]) -> None:
+def test_the_rate_of_every_parameter_group_is_lowered(scripted: Callable[..., Any]) -> None:
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)).double()
     optimizers = [
         torch.optim.SGD([{"params": model[0].weight, "lr": 0.4}, {"params": model[0].bias, "lr": 0.2}]),
@@ -58,7 +58,7 @@ def test_every_group_of_every_optimizer_is_lowered(scripted: Callable[..., Any])
     assert rates_of(trainer, 2) == [[0.4, 0.2, 0.1], [0.2, 0.1, 0.05]]
 
 
-def test_an_accuracy_must_rise(scripted: Callable[..., Any]) -> None:
+def test_an_accuracy_plateau_expects_rising_values(scripted: Callable[..., Any]) -> None:
     callback = ReduceOnPlateau("valid_accuracy", factor=0.5, patience=0)
     rates = rates_of(scripted(callback).script(0.5, 0.6, 0.5, name="accuracy"), 3)
     assert rates == [[0.1], [0.1], [0.05]]
@@ -66,7 +66,7 @@ def test_an_accuracy_must_rise(scripted: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("cut", [1, 3, 6])
-def test_resumed_is_uninterrupted(scripted: Callable[..., Any], settings: Any, cut: Any) -> None:
+def test_a_resumed_plateau_equals_an_uninterrupted_one(scripted: Callable[..., Any], settings: Any, cut: Any) -> None:
     straight = rates_of(scripted(ReduceOnPlateau(**settings)).script(*LOSSES), len(LOSSES))
     first = scripted(ReduceOnPlateau(**settings)).script(*LOSSES)
     first.fit(max_length=Epochs(cut))
@@ -75,27 +75,27 @@ def test_resumed_is_uninterrupted(scripted: Callable[..., Any], settings: Any, c
     assert rates_of(second, len(LOSSES)) == straight[cut:]
 
 
-def test_a_further_fit_goes_on(scripted: Callable[..., Any]) -> None:
+def test_a_further_fit_continues_the_plateau_count(scripted: Callable[..., Any]) -> None:
     trainer = scripted(ReduceOnPlateau(factor=0.5, patience=1)).script(1.0, 1.0)
     trainer.fit(max_length=Epochs(2))
     assert rates_of(trainer.script(1.0), 3) == [[0.05]]
 
 
-def test_a_new_run_with_the_same_optimizer_is_not_measured_by_the_one_before_it(scripted: Callable[..., Any]) -> None:
+def test_a_new_run_with_the_same_optimizer_resets_the_plateau(scripted: Callable[..., Any]) -> None:
     trainer = scripted(ReduceOnPlateau(factor=0.5, patience=1)).script(1.0)
     trainer.fit(max_length=Epochs(1))
     reset(trainer)
     assert rates_of(trainer.script(5.0, 4.0, 3.0), 3) == [[0.1], [0.1], [0.1]]
 
 
-def test_state_survives_loading_and_saving_without_a_run() -> None:
+def test_plateau_state_survives_a_round_trip_without_a_run() -> None:
     state = {"schedulers": [{"best": 1.0, "num_bad_epochs": 1, "cooldown_counter": 0, "last_epoch": 2}]}
     callback = ReduceOnPlateau()
     callback.load_state_dict(state)
     assert callback.state_dict() == state
 
 
-def test_meaningless_settings_are_refused() -> None:
+def test_the_plateau_callback_rejects_invalid_settings() -> None:
     with pytest.raises(ConfigError, match=r"factor: expected a number between 0 and 1, got 1\.5"):
         ReduceOnPlateau(factor=1.5)
     with pytest.raises(ConfigError, match="threshold_mode: expected 'rel' or 'abs', got 'x'"):
@@ -106,7 +106,7 @@ def test_meaningless_settings_are_refused() -> None:
         ReduceOnPlateau(cooldown=-1)
 
 
-def test_a_reduction_that_another_scheduler_undoes_is_a_warning(scripted: Callable[..., Any]) -> None:
+def test_a_reduction_undone_by_another_scheduler_warns(scripted: Callable[..., Any]) -> None:
     model = nn.Linear(3, 2).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     constant = LambdaLR(optimizer, lambda epoch: 1.0)

@@ -26,7 +26,7 @@ def log() -> Console:
 
 
 def terminal(width: int = 120) -> Console:
-    # With a name of its own: the tests may run where TERM is "dumb".
+    # With an explicit terminal type, because TERM may be "dumb" when the tests run.
     environment = {"TERM": "xterm-256color"}
     return Console(
         file=io.StringIO(), width=width, height=24, force_terminal=True, color_system=None, _environ=environment
@@ -64,7 +64,7 @@ def frames(console: Console) -> list[str]:
     return re.findall(r"epoch[^\r\n\x1b]*  lr 0\.1[^\r\n\x1b]*", written(console))
 
 
-def test_a_log_has_one_line_per_epoch(scripted: Callable[..., Any]) -> None:
+def test_the_progress_log_has_one_line_per_epoch(scripted: Callable[..., Any]) -> None:
     console = log()
     trainer = scripted(ProgressDisplay(console=console)).script({"loss": 0.5, "accuracy": 0.25}, {"loss": 2e-4})
     history = trainer.fit(max_length=Epochs(2))
@@ -75,7 +75,7 @@ def test_a_log_has_one_line_per_epoch(scripted: Callable[..., Any]) -> None:
     ]
 
 
-def test_epoch_numbers_align(make: Callable[..., Any]) -> None:
+def test_epoch_numbers_are_aligned(make: Callable[..., Any]) -> None:
     console = log()
     make(ProgressDisplay(console=console)).fit(max_length=Epochs(10))
     lines = untimed(written(console))
@@ -83,7 +83,7 @@ def test_epoch_numbers_align(make: Callable[..., Any]) -> None:
     assert len({len(line) for line in lines}) == 1
 
 
-def test_standard_output_that_is_no_terminal_gets_lines_even_with_forced_colour(
+def test_a_redirected_output_gets_lines_even_with_forced_colour(
     make: Callable[..., Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -112,7 +112,7 @@ def test_a_validation_inside_an_epoch_has_a_line(scripted: Callable[..., Any]) -
     ]
 
 
-def test_an_epoch_that_was_not_finished_has_a_line(make: Callable[..., Any]) -> None:
+def test_an_unfinished_epoch_has_a_line(make: Callable[..., Any]) -> None:
     console = log()
     history = make(ProgressDisplay(console=console)).fit(max_length=Batches(7))
     mean = sum(history.losses[5:]) / 2
@@ -133,7 +133,7 @@ def test_a_validation_at_the_end_of_an_epoch_is_in_its_line(
     assert len(trains) == num_epochs == count
 
 
-def test_the_bar_has_everything(make: Callable[..., Any]) -> None:
+def test_the_progress_bar_shows_all_values(make: Callable[..., Any]) -> None:
     console = terminal()
     make(ProgressDisplay(ALWAYS, console), print_every=1).fit(max_length=Epochs(2))
     bars = frames(console)
@@ -144,7 +144,7 @@ def test_the_bar_has_everything(make: Callable[..., Any]) -> None:
     assert {bar[:9] for bar in bars} == {"epoch 1/2", "epoch 2/2"}
 
 
-def test_the_bar_is_gone_in_the_end_and_the_lines_stay(scripted: Callable[..., Any]) -> None:
+def test_the_bar_is_removed_at_the_end_and_the_lines_remain(scripted: Callable[..., Any]) -> None:
     console = terminal()
     trainer = scripted(ProgressDisplay(ALWAYS, console), print_every=1).script(2.0, 1.0)
     trainer.fit(max_length=Epochs(2))
@@ -154,7 +154,7 @@ def test_the_bar_is_gone_in_the_end_and_the_lines_stay(scripted: Callable[..., A
     assert frames(console)
 
 
-def test_validation_is_shown_while_it_runs(make: Callable[..., Any], data: Any) -> None:
+def test_a_running_validation_is_shown(make: Callable[..., Any], data: Any) -> None:
     console, seen = terminal(), []
 
     def test_step(trainer: Any, batch: Any) -> dict[str, torch.Tensor]:
@@ -167,7 +167,7 @@ def test_validation_is_shown_while_it_runs(make: Callable[..., Any], data: Any) 
     assert re.fullmatch(r"epoch 1/1  ━+  5/5  loss \d\.\d{4}  validating", seen[0])
 
 
-def test_drawing_is_throttled(make: Callable[..., Any]) -> None:
+def test_redrawing_the_bar_is_throttled(make: Callable[..., Any]) -> None:
     console = terminal()
     make(ProgressDisplay(HARDLY, console), print_every=1).fit(max_length=Epochs(4))
     assert len(frames(console)) == 1
@@ -188,7 +188,7 @@ def test_a_narrow_terminal_gets_one_line_with_fewer_metrics(make: Callable[..., 
     assert "second_metric" not in bar
 
 
-def test_without_a_known_length_there_is_a_count(make: Callable[..., Any], data: Any) -> None:
+def test_without_a_known_length_the_bar_shows_a_count(make: Callable[..., Any], data: Any) -> None:
     class Endless:
         def __iter__(self) -> Iterator[Any]:
             return iter([data, data, data])
@@ -205,7 +205,7 @@ def test_a_loss_that_is_not_finite_is_red() -> None:
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
-def test_an_error_clears_the_bar_and_goes_on(make: Callable[..., Any], error: Any) -> None:
+def test_an_error_clears_the_bar_and_is_raised(make: Callable[..., Any], error: Any) -> None:
     console, before = terminal(), sys.stdout
 
     def fail(context: TrainingContext, output: Any) -> None:
@@ -220,7 +220,7 @@ def test_an_error_clears_the_bar_and_goes_on(make: Callable[..., Any], error: An
     assert sys.stdout is before
 
 
-def test_printing_during_training_keeps_its_lines(make: Callable[..., Any]) -> None:
+def test_text_printed_during_training_is_kept(make: Callable[..., Any]) -> None:
     console = terminal()
     speak = LambdaCallback(on_step_end=lambda context, _: print("hello", context.progress.batches))
     make(ProgressDisplay(ALWAYS, console), speak, print_every=1).fit(max_length=Epochs(1))
@@ -230,11 +230,11 @@ def test_printing_during_training_keeps_its_lines(make: Callable[..., Any]) -> N
 
 
 def test_an_epoch_resumed_in_its_middle_is_shown_from_there(make: Callable[..., Any]) -> None:
-    begun = make()
-    begun.fit(max_length=Batches(8))
+    started = make()
+    started.fit(max_length=Batches(8))
     console = terminal()
     resumed = make(ProgressDisplay(ALWAYS, console), print_every=1)
-    resumed.load_state_dict(begun.state_dict())
+    resumed.load_state_dict(started.state_dict())
     resumed.fit(max_length=Epochs(2))
     assert re.search(r"epoch 2/2 .*4/5", frames(console)[0])
 
@@ -286,25 +286,25 @@ def test_short_epochs_do_not_flood_a_notebook() -> None:
     assert "line 999" in messages[-1]["text/plain"]
 
 
-def test_no_hook_runs_in_a_step() -> None:
+def test_the_progress_display_runs_no_hook_per_step() -> None:
     callbacks = Callbacks([ProgressDisplay])
     assert not callbacks.on_step_start + callbacks.on_step_end + callbacks.on_update + callbacks.on_gradients
 
 
-def test_weights_are_the_same_with_and_without(make: Callable[..., Any]) -> None:
+def test_the_progress_display_does_not_change_weights(make: Callable[..., Any]) -> None:
     plain, shown = make(), make(ProgressDisplay(ALWAYS, terminal()), print_every=1)
     for trainer in (plain, shown):
         trainer.fit(max_length=Epochs(2))
     assert torch.equal(plain.model[0].weight, shown.model[0].weight)
 
 
-def test_a_meaningless_rate_is_refused() -> None:
+def test_an_invalid_refresh_rate_is_rejected() -> None:
     with pytest.raises(ConfigError, match="refresh_per_second: expected more than 0, got 0"):
         ProgressDisplay(0)
 
 
 @pytest.mark.parametrize(("validates_average", "label"), [(True, "valid (EMA) loss"), (False, "valid loss")])
-def test_a_line_says_that_the_average_was_validated(validates_average: bool, label: str) -> None:
+def test_a_line_marks_a_validation_of_the_ema_weights(validates_average: bool, label: str) -> None:
     console = log()
     x = torch.randn(8, 2, generator=torch.Generator().manual_seed(0))
     callbacks = [EMA(validate_with_average=validates_average), ProgressDisplay(console=console)]

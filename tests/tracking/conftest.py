@@ -15,7 +15,7 @@ Y = (X.sum(dim=1) > 0).long()
 
 
 class Memory(Logger):
-    """Keeps what it is told; fails when and where it is asked to."""
+    """Stores the received values; fails on request."""
 
     def __init__(self, fails_in: str = "") -> None:
         self.fails_in = fails_in

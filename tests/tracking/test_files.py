@@ -28,7 +28,7 @@ def read(logger: Any) -> list[tuple[int, str, float]]:
 
 
 @FORMATS
-def test_the_metrics_are_those_of_the_history(
+def test_the_logged_metrics_equal_the_history(
     make: Callable[..., Any], tmp_path: Path, format: Literal["csv", "jsonl"]
 ) -> None:
     logger = FolderLogger(tmp_path / "new", format)
@@ -60,7 +60,7 @@ def test_a_resumed_run_leaves_the_files_of_an_uninterrupted_one(
 
 
 @FORMATS
-def test_half_a_line_of_a_killed_process_is_dropped(tmp_path: Path, format: Literal["csv", "jsonl"]) -> None:
+def test_an_incomplete_line_of_a_killed_process_is_removed(tmp_path: Path, format: Literal["csv", "jsonl"]) -> None:
     logger = FolderLogger(tmp_path, format)
     logger.start(Run("a"))
     logger.log({"x": 1.0}, 1)
@@ -111,14 +111,14 @@ def test_histograms_have_counts_and_edges(tmp_path: Path) -> None:
     }
 
 
-def test_a_figure_is_a_picture_of_its_step(tmp_path: Path, figure: Any) -> None:
+def test_a_figure_is_stored_as_an_image_of_its_step(tmp_path: Path, figure: Any) -> None:
     logger = FolderLogger(tmp_path)
     logger.start(Run("a"))
     logger.log({"valid/confusion": figure}, 7)
     assert (logger.path / "figures/valid/confusion/7.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_every_run_has_a_folder_of_its_own(make: Callable[..., Any], tmp_path: Path) -> None:
+def test_every_run_has_a_separate_folder(make: Callable[..., Any], tmp_path: Path) -> None:
     paths = []
     for _ in range(2):
         logger = FolderLogger(tmp_path, label="digits")
@@ -128,7 +128,7 @@ def test_every_run_has_a_folder_of_its_own(make: Callable[..., Any], tmp_path: P
     assert all(path.name.startswith("digits-") for path in paths)
 
 
-def test_mistakes_are_named(tmp_path: Path) -> None:
+def test_the_file_logger_rejects_invalid_arguments_by_name(tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'jsonl'"):
         FolderLogger(tmp_path, "json")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="label: expected one name"):
@@ -140,7 +140,7 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("format", ["jsonl", "csv"])
-def test_a_damaged_line_does_not_turn_the_logger_off(
+def test_a_damaged_line_does_not_disable_the_logger(
     make: Callable[..., Any], tmp_path: Path, format: Literal["csv", "jsonl"]
 ) -> None:
     logger = FolderLogger(tmp_path / "runs", format)

@@ -59,7 +59,7 @@ def points(metrics: Any) -> list[tuple[int, float]]:
     return [(metric.step, metric.value) for metric in metrics]
 
 
-def test_the_metrics_are_those_of_the_history(
+def test_the_logged_metrics_equal_the_history(
     make: Callable[..., Any], make_logger: Callable[..., Any], runs: Any
 ) -> None:
     history = make(Tracker(make_logger())).fit(max_length=Epochs(2))
@@ -69,7 +69,7 @@ def test_the_metrics_are_those_of_the_history(
     assert run.info.status == "FINISHED"
 
 
-def test_the_hyperparameters_are_parameters(
+def test_the_hyperparameters_are_mlflow_parameters(
     make: Callable[..., Any], make_logger: Callable[..., Any], runs: Any
 ) -> None:
     many = {f"x{number}": number for number in range(120)}
@@ -83,16 +83,14 @@ def test_the_hyperparameters_are_parameters(
     assert run.data.tags["team"] == "a"
 
 
-def test_a_run_that_breaks_off_has_failed(make_logger: Callable[..., Any], runs: Any) -> None:
+def test_an_interrupted_run_has_the_status_failed(make_logger: Callable[..., Any], runs: Any) -> None:
     logger = make_logger()
     logger.start(Run("a"))
     logger.finish("failed")
     assert runs()[0][0].info.status == "FAILED"
 
 
-def test_names_and_numbers_that_mlflow_has_no_place_for_are_no_obstacle(
-    make_logger: Callable[..., Any], runs: Any
-) -> None:
+def test_names_and_numbers_that_mlflow_rejects_are_converted(make_logger: Callable[..., Any], runs: Any) -> None:
     logger = make_logger()
     logger.start(Run("a"))
     logger.log({"acc@5": 0.5, "nan": math.nan}, 1)
@@ -113,7 +111,7 @@ def test_histograms_and_figures_are_artifacts(make_logger: Callable[..., Any], t
     assert (folder / "figures/valid/confusion/7.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_resumed_run_is_the_same_run_with_nothing_twice(
+def test_a_resumed_run_continues_without_duplicates(
     make: Callable[..., Any], make_logger: Callable[..., Any], runs: Any
 ) -> None:
     states = []
@@ -131,20 +129,20 @@ def test_a_resumed_run_is_the_same_run_with_nothing_twice(
     assert run.info.status == "FINISHED"
 
 
-def test_a_store_that_cannot_be_reached_does_not_stop_training(
-    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreachable_store_does_not_stop_training(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     trainer = make(Tracker(MLflowLogger("digits", "http://127.0.0.1:9")))
-    with pytest.warns(UserWarning, match="MLflowLogger is disabled for the rest of this run") as told:
+    with pytest.warns(UserWarning, match="MLflowLogger is disabled for the rest of this run") as reported:
         trainer.fit(max_length=Epochs(1))
-    assert len(told) == 1
+    assert len(reported) == 1
     assert trainer.context.progress.epoch == 1
 
 
 @pytest.mark.slow
-def test_nothing_is_printed(make: Callable[..., Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_mlflow_logger_prints_nothing(
+    make: Callable[..., Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("mlflow")
     logger = MLflowLogger("digits", f"sqlite:///{tmp_path}/new.db", artifact_location=str(tmp_path / "artifacts"))
     make(Tracker(logger)).fit(max_length=Epochs(1))

@@ -35,7 +35,7 @@ def hparams_of(events: Any) -> tuple[Any, Any]:
     return start.session_start_info.hparams, end.session_end_info.status
 
 
-def test_the_metrics_are_those_of_the_history(make: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_logged_metrics_equal_the_history(make: Callable[..., Any], tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path)
     history = make(Tracker(logger)).fit(max_length=Epochs(2))
     events = read(logger.path)
@@ -56,7 +56,7 @@ def test_the_hyperparameters_are_shown(make: Callable[..., Any], tmp_path: Path)
     assert status == 1
 
 
-def test_a_run_that_breaks_off_has_failed(tmp_path: Path) -> None:
+def test_an_interrupted_run_has_the_status_failed(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path)
     logger.start(Run("a"))
     logger.finish("failed")
@@ -74,7 +74,7 @@ def test_histograms_keep_their_bins(tmp_path: Path) -> None:
     assert (value.bucket_limit, value.bucket) == ([2.0, 4.0], [3, 1])
 
 
-def test_a_figure_is_an_image(tmp_path: Path, figure: Any) -> None:
+def test_a_figure_is_logged_as_an_image(tmp_path: Path, figure: Any) -> None:
     logger = TensorBoardLogger(tmp_path)
     logger.start(Run("a"))
     logger.log({"confusion": figure}, 7)
@@ -84,7 +84,7 @@ def test_a_figure_is_an_image(tmp_path: Path, figure: Any) -> None:
     assert image.encoded_image_string.startswith(b"\x89PNG")
 
 
-def test_a_resumed_run_shows_nothing_twice(make: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_resumed_run_continues_without_duplicates(make: Callable[..., Any], tmp_path: Path) -> None:
     states, logger = [], TensorBoardLogger(tmp_path)
     keep = LambdaCallback(
         on_epoch_end=lambda context, _: states.append(copy.deepcopy(context.run.trainer.state_dict()))
@@ -100,7 +100,9 @@ def test_a_resumed_run_shows_nothing_twice(make: Callable[..., Any], tmp_path: P
     assert values == pytest.approx(history.get_metric_values("train_loss"), rel=1e-6)
 
 
-def test_a_missing_package_is_named(make: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_tensorboard_package_is_named(
+    make: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.warns(UserWarning, match=r"tensorboard is not installed: pip install 'dovetail\[tensorboard\]'"):
         make(Tracker(TensorBoardLogger(tmp_path))).fit(max_length=Epochs(1))

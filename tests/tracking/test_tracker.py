@@ -20,6 +20,7 @@ from dovetail.tracking import (
     NeptuneLogger,
     TensorBoardLogger,
     Tracker,
+    TrackioLogger,
     WandBLogger,
 )
 from dovetail.trainers.basic import Trainer
@@ -28,7 +29,7 @@ from dovetail.trainers.reuse import reset
 from dovetail.units import Batches, Epochs
 
 
-def test_metrics_are_those_of_the_history(make: Callable[..., Any], memory: type[Any]) -> None:
+def test_the_logged_metrics_equal_the_history(make: Callable[..., Any], memory: type[Any]) -> None:
     logger = memory()
     history = make(Tracker(logger)).fit(max_length=Epochs(3))
     for name in ("train_loss", "valid_loss", "valid_accuracy"):
@@ -36,7 +37,7 @@ def test_metrics_are_those_of_the_history(make: Callable[..., Any], memory: type
     assert logger.series("epoch") == [(5, 1), (10, 2), (15, 3)]
 
 
-def test_running_means_and_rates_come_with_every_report(make: Callable[..., Any], memory: type[Any]) -> None:
+def test_running_means_and_rates_are_logged_at_every_report(make: Callable[..., Any], memory: type[Any]) -> None:
     logger = memory()
     history = make(Tracker(logger)).fit(max_length=Epochs(1))
     first, second, last = logger.series("running_loss")
@@ -45,13 +46,13 @@ def test_running_means_and_rates_come_with_every_report(make: Callable[..., Any]
     assert logger.series("lr/group0") == [(2, 0.1), (4, 0.1), (5, 0.1)]
 
 
-def test_validations_inside_an_epoch_are_logged_where_they_happen(make: Callable[..., Any], memory: type[Any]) -> None:
+def test_validations_inside_an_epoch_are_logged_at_their_step(make: Callable[..., Any], memory: type[Any]) -> None:
     logger = memory()
     make(Tracker(logger)).fit(max_length=Epochs(1), validation_period=Batches(2))
     assert [step for step, _ in logger.series("valid_loss")] == [2, 4, 5]
 
 
-def test_no_name_has_two_values_at_a_step(make: Callable[..., Any], memory: type[Any]) -> None:
+def test_no_metric_has_two_values_at_one_step(make: Callable[..., Any], memory: type[Any]) -> None:
     logger = memory()
     make(Tracker(logger, histograms_every=2)).fit(max_length=Epochs(2), validation_period=Batches(5))
     seen = [(step, name) for step, values in logger.rows for name in values]
@@ -65,22 +66,20 @@ def test_steps_never_decrease(make: Callable[..., Any], memory: type[Any]) -> No
     assert steps == sorted(steps)
 
 
-def test_hyperparameters_are_those_of_the_trainer_and_of_the_user(make: Callable[..., Any], memory: type[Any]) -> None:
+def test_hyperparameters_of_the_trainer_and_the_user_are_logged(make: Callable[..., Any], memory: type[Any]) -> None:
     logger = memory()
     make(Tracker(logger, hyperparameters={"note": "first", "token": "hunter2"})).fit(max_length=Epochs(1))
     found = logger.runs[0].hyperparameters
     assert (found["note"], found["token"], found["batch_size"], found["optimizer.lr"]) == ("first", "***", 8, 0.1)
 
 
-def test_histograms_are_only_made_on_request(make: Callable[..., Any], memory: type[Any]) -> None:
+def test_histograms_are_computed_only_on_request(make: Callable[..., Any], memory: type[Any]) -> None:
     logger = memory()
     make(Tracker(logger)).fit(max_length=Epochs(1))
     assert not any(isinstance(value, Histogram) for _, values in logger.rows for value in values.values())
 
 
-def test_histograms_are_those_of_the_weights_and_of_the_gradients_that_led_to_them(
-    make: Callable[..., Any], memory: type[Any]
-) -> None:
+def test_histograms_show_weights_and_the_gradients_of_their_update(make: Callable[..., Any], memory: type[Any]) -> None:
     logger = memory()
     gradients, weights = [], []
 
@@ -103,7 +102,7 @@ def test_histograms_are_those_of_the_weights_and_of_the_gradients_that_led_to_th
         assert second.as_dict() == Histogram(tensors[3]).as_dict()
 
 
-def test_gradients_of_a_step_that_was_skipped_are_not_shown(make: Callable[..., Any], memory: type[Any]) -> None:
+def test_gradients_of_a_skipped_step_are_not_logged(make: Callable[..., Any], memory: type[Any]) -> None:
     logger = memory()
 
     class Skipping(Trainer):
@@ -114,9 +113,7 @@ def test_gradients_of_a_step_that_was_skipped_are_not_shown(make: Callable[..., 
     assert [step for step, _ in logger.series("gradients/0.weight")] == [1, 3, 4, 5]
 
 
-def test_a_figure_of_the_user_is_logged_at_the_running_step(
-    make: Callable[..., Any], memory: type[Any], figure: Any
-) -> None:
+def test_a_user_figure_is_logged_at_the_current_step(make: Callable[..., Any], memory: type[Any], figure: Any) -> None:
     logger = memory()
     tracker = Tracker(logger)
     draw = LambdaCallback(on_validation_end=lambda context, metrics: tracker.log_figure("valid/confusion", figure))
@@ -124,7 +121,7 @@ def test_a_figure_of_the_user_is_logged_at_the_running_step(
     assert logger.series("valid/confusion") == [(5, figure), (10, figure)]
 
 
-def test_numbers_of_the_user_are_logged(make: Callable[..., Any], memory: type[Any]) -> None:
+def test_user_values_are_logged(make: Callable[..., Any], memory: type[Any]) -> None:
     logger = memory()
     tracker = Tracker(logger)
     mine: dict[str, Any] = {"mine": torch.tensor(3.0)}
@@ -133,7 +130,7 @@ def test_numbers_of_the_user_are_logged(make: Callable[..., Any], memory: type[A
     assert logger.series("mine") == [(99, torch.tensor(3.0))]
 
 
-def test_logging_outside_of_training_is_a_mistake(make: Callable[..., Any], memory: type[Any]) -> None:
+def test_logging_outside_training_is_an_error(make: Callable[..., Any], memory: type[Any]) -> None:
     tracker = Tracker(memory())
     with pytest.raises(ConfigError, match="no run is open"):
         tracker.log({"x": 1.0})
@@ -142,14 +139,14 @@ def test_logging_outside_of_training_is_a_mistake(make: Callable[..., Any], memo
         tracker.log({"x": 1.0})
 
 
-def test_a_run_that_ends_is_finished(make: Callable[..., Any], memory: type[Any]) -> None:
+def test_a_completed_run_has_the_status_finished(make: Callable[..., Any], memory: type[Any]) -> None:
     logger = memory()
     make(Tracker(logger)).fit(max_length=Epochs(1))
     assert logger.statuses == ["finished"]
 
 
 @pytest.mark.parametrize("error", [ArithmeticError("no"), KeyboardInterrupt()])
-def test_a_run_that_breaks_off_has_failed(make: Callable[..., Any], memory: type[Any], error: Any) -> None:
+def test_an_interrupted_run_has_the_status_failed(make: Callable[..., Any], memory: type[Any], error: Any) -> None:
     def fail(context: TrainingContext, metrics: Any) -> None:
         raise error
 
@@ -160,14 +157,14 @@ def test_a_run_that_breaks_off_has_failed(make: Callable[..., Any], memory: type
 
 
 @pytest.mark.parametrize(("method", "calls"), [("start", ["start"]), ("log", ["start", "log", "finish"])])
-def test_a_logger_that_fails_warns_once_and_is_off(
+def test_a_failing_logger_warns_once_and_is_disabled(
     make: Callable[..., Any], memory: type[Any], method: Any, calls: Any
 ) -> None:
     broken, working, straight = memory(fails_in=method), memory(), make()
     trainer = make(Tracker(broken, working))
-    with pytest.warns(UserWarning, match="is disabled") as told:
+    with pytest.warns(UserWarning, match="is disabled") as reported:
         trainer.fit(max_length=Epochs(2))
-    assert [str(warning.message) for warning in told] == [
+    assert [str(warning.message) for warning in reported] == [
         f"Memory is disabled for the rest of this run, and training continues: {method} failed with ConnectionError: "
         "no route to host"
     ]
@@ -178,12 +175,12 @@ def test_a_logger_that_fails_warns_once_and_is_off(
 
 
 def test_a_logger_that_cannot_finish_warns_once(make: Callable[..., Any], memory: type[Any]) -> None:
-    with pytest.warns(UserWarning, match="finish failed with ConnectionError: no route to host$") as told:
+    with pytest.warns(UserWarning, match="finish failed with ConnectionError: no route to host$") as reported:
         make(Tracker(memory(fails_in="finish"))).fit(max_length=Epochs(1))
-    assert len(told) == 1
+    assert len(reported) == 1
 
 
-def test_a_warning_says_no_password(make: Callable[..., Any]) -> None:
+def test_a_warning_contains_no_password(make: Callable[..., Any]) -> None:
     class Refused(Logger):
         def start(self, run: Any) -> None:
             raise PermissionError("cannot log in at https://me:hunter2@example.org/api")
@@ -196,7 +193,7 @@ def test_a_warning_says_no_password(make: Callable[..., Any]) -> None:
         make(Tracker(Refused())).fit(max_length=Epochs(1))
 
 
-def test_a_logger_that_failed_is_tried_again_in_the_next_run(make: Callable[..., Any], memory: type[Any]) -> None:
+def test_a_failed_logger_is_tried_again_in_the_next_run(make: Callable[..., Any], memory: type[Any]) -> None:
     logger = memory(fails_in="log")
     trainer = make(Tracker(logger))
     with pytest.warns(UserWarning, match="is disabled"):
@@ -206,7 +203,7 @@ def test_a_logger_that_failed_is_tried_again_in_the_next_run(make: Callable[...,
     assert [step for step, _ in logger.series("train_loss")] == [10]
 
 
-def test_a_further_fit_goes_on_in_the_same_run(make: Callable[..., Any], memory: type[Any]) -> None:
+def test_a_further_fit_continues_the_same_run(make: Callable[..., Any], memory: type[Any]) -> None:
     logger = memory()
     trainer = make(Tracker(logger))
     trainer.fit(max_length=Epochs(1))
@@ -216,7 +213,7 @@ def test_a_further_fit_goes_on_in_the_same_run(make: Callable[..., Any], memory:
     assert second.step == 5
 
 
-def test_a_resumed_run_is_the_same_run(make: Callable[..., Any], memory: type[Any]) -> None:
+def test_a_resumed_run_keeps_its_run_id(make: Callable[..., Any], memory: type[Any]) -> None:
     states, before, after = [], memory(), memory()
     keep = LambdaCallback(
         on_epoch_end=lambda context, _: states.append(copy.deepcopy(context.run.trainer.state_dict()))
@@ -230,7 +227,7 @@ def test_a_resumed_run_is_the_same_run(make: Callable[..., Any], memory: type[An
     assert after.series("train_loss") == before.series("train_loss")[1:]
 
 
-def test_a_trainer_that_is_reset_begins_a_new_run(make: Callable[..., Any], memory: type[Any]) -> None:
+def test_a_reset_trainer_starts_a_new_run(make: Callable[..., Any], memory: type[Any]) -> None:
     logger = memory()
     trainer = make(Tracker(logger))
     trainer.fit(max_length=Epochs(1))
@@ -249,7 +246,7 @@ def test_an_evaluation_logs_nothing(make: Callable[..., Any], memory: type[Any])
     assert len(logger.calls) == number
 
 
-def test_tracking_leaves_the_training_alone(make: Callable[..., Any], memory: type[Any]) -> None:
+def test_tracking_does_not_change_training(make: Callable[..., Any], memory: type[Any]) -> None:
     tracked, alone = make(Tracker(memory(), histograms_every=1)), make()
     tracked.fit(max_length=Epochs(2))
     alone.fit(max_length=Epochs(2))
@@ -263,6 +260,7 @@ def test_a_tracker_with_all_loggers_can_be_sent_to_another_process(tmp_path: Pat
         WandBLogger("p"),
         NeptuneLogger("p"),
         MLflowLogger("p"),
+        TrackioLogger("p"),
     )
     copied = pickle.loads(pickle.dumps(Tracker(*loggers, histograms_every=3)))
     assert [type(logger) for logger in copied.loggers] == [type(logger) for logger in loggers]
@@ -276,7 +274,7 @@ def test_a_tracker_that_has_run_can_be_sent_to_another_process(make: Callable[..
     assert pickle.loads(pickle.dumps(tracker)).loggers[0].path == logger.path
 
 
-def test_mistakes_are_named() -> None:
+def test_the_tracker_rejects_invalid_arguments_by_name() -> None:
     with pytest.raises(ConfigError, match=r"expected loggers such as .*, got 'runs'"):
         Tracker("runs")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="histograms_every: expected a number of updates"):
@@ -291,7 +289,7 @@ def test_only_the_main_rank_writes(make: Callable[..., Any], memory: type[Any]) 
     assert logger.calls == []
 
 
-def test_a_callback_of_the_user_may_log_on_every_rank() -> None:
+def test_a_user_callback_may_log_on_every_rank() -> None:
     fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
     dist = torch.distributed
     dist.init_process_group("fake", rank=1, world_size=2, store=fake.FakeStore())

@@ -91,7 +91,7 @@ def entries(content: Any) -> Iterator[bytes]:
             parts = []
 
 
-def test_the_metrics_are_those_of_the_history(
+def test_the_logged_metrics_equal_the_history(
     make: Callable[..., Any], make_logger: Callable[..., Any], read: Callable[..., Any]
 ) -> None:
     history = make(Tracker(make_logger())).fit(max_length=Epochs(2))
@@ -101,7 +101,7 @@ def test_the_metrics_are_those_of_the_history(
     assert run.exit == 0
 
 
-def test_the_hyperparameters_are_the_configuration(
+def test_the_hyperparameters_are_the_wandb_configuration(
     make: Callable[..., Any], make_logger: Callable[..., Any], read: Callable[..., Any]
 ) -> None:
     make(Tracker(make_logger(name="first"), hyperparameters={"token": "hunter2"})).fit(max_length=Epochs(1))
@@ -110,7 +110,7 @@ def test_the_hyperparameters_are_the_configuration(
     assert (run.run.project, run.run.display_name) == ("digits", "first")
 
 
-def test_a_run_that_breaks_off_has_failed(make_logger: Callable[..., Any], read: Callable[..., Any]) -> None:
+def test_an_interrupted_run_has_the_status_failed(make_logger: Callable[..., Any], read: Callable[..., Any]) -> None:
     logger = make_logger()
     logger.start(Run("a"))
     logger.finish("failed")
@@ -148,7 +148,7 @@ def test_a_resumed_run_has_the_same_id(
     assert [step for run in runs for step, _ in run.series("train_loss")] == [5, 10]
 
 
-def test_two_trackers_have_a_run_each(make_logger: Callable[..., Any], read: Callable[..., Any]) -> None:
+def test_two_trackers_have_one_run_each(make_logger: Callable[..., Any], read: Callable[..., Any]) -> None:
     first, second = make_logger(), make_logger()
     first.start(Run("a"))
     second.start(Run("b"))
@@ -159,25 +159,25 @@ def test_two_trackers_have_a_run_each(make_logger: Callable[..., Any], read: Cal
     assert {run.run.run_id: run.series("x") for run in read()} == {"a": [(1, 1.0)], "b": [(1, 2.0)]}
 
 
-def test_a_service_that_cannot_be_reached_does_not_stop_training(
+def test_an_unreachable_service_does_not_stop_training(
     make: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     settings = {"base_url": "http://127.0.0.1:9", "init_timeout": 1}
     trainer = make(Tracker(WandBLogger("digits", "online", dir=str(tmp_path), settings=settings)))
-    with pytest.warns(UserWarning, match="WandBLogger is disabled for the rest of this run") as told:
+    with pytest.warns(UserWarning, match="WandBLogger is disabled for the rest of this run") as reported:
         trainer.fit(max_length=Epochs(1))
-    assert len(told) == 1
+    assert len(reported) == 1
     assert trainer.context.progress.epoch == 1
 
 
-def test_nothing_is_printed(
+def test_the_wandb_logger_prints_nothing(
     make: Callable[..., Any], make_logger: Callable[..., Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
     make(Tracker(make_logger())).fit(max_length=Epochs(1))
     assert capfd.readouterr() == ("", "")
 
 
-def test_what_follows_from_the_run_is_not_an_option() -> None:
+def test_values_derived_from_the_run_are_not_options() -> None:
     with pytest.raises(ConfigError, match="WandBLogger: id is set by the run"):
         WandBLogger("digits", id="a")

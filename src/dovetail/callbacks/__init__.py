@@ -15,12 +15,14 @@ from dovetail.callbacks.non_finite import NonFiniteLoss
 from dovetail.callbacks.plateau import ReduceOnPlateau
 from dovetail.callbacks.profiler import Profiler
 from dovetail.callbacks.progress import ProgressDisplay
-from dovetail.callbacks.timing import Timer
+from dovetail.callbacks.swa import SWA
+from dovetail.callbacks.timing import MaxTime, Timer
 from dovetail.callbacks.trainer import PlatoAdapter, TrainerCallback
 from dovetail.history import Mode, mode_of
 
 __all__ = [
     "EMA",
+    "SWA",
     "CSVLogger",
     "Callback",
     "CallbackHandler",
@@ -31,6 +33,7 @@ __all__ = [
     "JSONLLogger",
     "LRMonitor",
     "LambdaCallback",
+    "MaxTime",
     "Mode",
     "Monitor",
     "NonFiniteLoss",

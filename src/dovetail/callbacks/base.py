@@ -100,6 +100,7 @@ class Callback:
         """Restore the state returned by `state_dict`."""
 
 
+# In the order in which the loop first calls them.
 HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
@@ -158,6 +159,7 @@ class Callbacks:
 
     def remove(self, *callbacks: Callback) -> None:
         """Remove callbacks from the list; those that are not on it are ignored."""
+        # By identity: two equal callbacks are still two callbacks.
         self._callbacks = [callback for callback in self._callbacks if all(callback is not it for it in callbacks)]
         self._bind()
 
@@ -175,7 +177,9 @@ class Callbacks:
         self._bind()
 
     def _bind(self) -> None:
+        """Collect, for each hook, the methods of the callbacks that override it in this process."""
         for hook in HOOKS:
+            # Methods of the class: a hook that is set on an instance is never called, and `add` warns of it.
             overridden = (
                 getattr(callback, hook)
                 for callback in self._callbacks
@@ -216,12 +220,14 @@ class Callbacks:
         seen: dict[str, int] = {}
         for callback in self._callbacks:
             kind = type(callback).__name__
+            # A checkpoint finds a callback by this name, so the second one of a class needs a number.
             seen[kind] = number = seen.get(kind, 0) + 1
             yield (kind if number == 1 else f"{kind}#{number}"), callback
 
 
 def is_new_run(context: TrainingContext) -> bool:
-    """Whether the run that starts is new, so that callbacks must reset the state of an earlier run."""
+    """Return whether the run that starts is new, so that callbacks must reset the state of an earlier run."""
+    # A run that resumes after its first validation has trained no batch, but is not new.
     return context.progress.batches == 0 and context.run.validated_at < 0
 
 
@@ -257,6 +263,8 @@ FOREIGN_HOOKS: Mapping[str, str] = {
 
 
 def _as_callback(candidate: Any) -> Callback:
+    """Return a callback from a class, an instance or an object with plato's hooks; warn of parts without effect."""
+    # Imported here, because that module imports this one.
     from dovetail.callbacks.trainer import PlatoAdapter, TrainerCallback
 
     made = candidate() if isinstance(candidate, type) else candidate
@@ -279,11 +287,13 @@ def _unused_parts(callback: Callback) -> Iterator[str]:
     for cls in kind.__mro__:
         # The methods of a class that is not a callback may have other callers.
         for name in vars(cls) if issubclass(cls, Callback) else ():
+            # Otherwise a misspelled hook, or a hook of another library, would have no effect.
             if name.startswith("on_") and name not in HOOKS and callable(getattr(kind, name)):
                 unknown = UnknownNameError(f"hook of {cls.__name__}", name, HOOKS, FOREIGN_HOOKS)
                 yield f"the loop never calls an {unknown}"
     inherited = {name for name, value in vars(Callback).items() if callable(value) and getattr(kind, name) is value}
     for name in HOOKS:
+        # `_bind` reads hooks from the class.
         if name in inherited and name in getattr(callback, "__dict__", ()):
             yield (
                 f"{kind.__name__}.{name} is never called, because it was set on the instance: "

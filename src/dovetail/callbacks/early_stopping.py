@@ -92,6 +92,7 @@ class EarlyStopping(_Stopper):
     ) -> None:
         super().__init__(monitor, mode)
         check_count("EarlyStopping: patience", patience)
+        # `not … >= 0` also rejects NaN.
         if not min_delta >= 0:
             raise ConfigError(f"EarlyStopping: min_delta: expected a number that is not negative, got {min_delta!r}")
         self.patience = patience
@@ -104,6 +105,7 @@ class EarlyStopping(_Stopper):
 
     def on_train_start(self, context: TrainingContext) -> None:
         if is_new_run(context):
+            # Not in `_forget`, which is also called at the end of a `fit` that stopped: the best value then stays.
             self.best = self.best_epoch = self._weights = None
         super().on_train_start(context)
 
@@ -114,12 +116,15 @@ class EarlyStopping(_Stopper):
             context.model.load_state_dict(self._weights)
 
     def _take(self, context: TrainingContext, value: float) -> None:
+        """Compare a value with the best one, and store the weights of a new best value if they are to be restored."""
+        # The first value is the best one, unless it is NaN. A later NaN has a gain of NaN, which exceeds no limit.
         is_better = value == value if self.best is None else self._gain(value, self.best) > self.min_delta
         if not is_better:
             self._num_worse += 1
             return
         self._num_worse = 0
         self.best = value
+        # At the end of an epoch the progress already counts it; inside of an epoch it does not.
         self.best_epoch = context.progress.epoch + (context.progress.batch > 0)
         if self.restore_best:
             assert context.model is not None
@@ -164,7 +169,7 @@ class StopWhen(_Stopper):
         >>> context = TrainingContext()
         >>> StopWhen("valid_accuracy", 0.9).on_validation_end(context, {"valid_accuracy": 0.95})
         >>> context.run.stop_reason
-        'valid_accuracy is 0.95, 0.9 was wanted'
+        'valid_accuracy is 0.95 (required: 0.9)'
     """
 
     def __init__(self, monitor: str, threshold: float, mode: Mode | None = None) -> None:
@@ -177,9 +182,10 @@ class StopWhen(_Stopper):
         self._value = value
 
     def _verdict(self) -> str | None:
+        # `not … >= 0`, because NaN is not good enough.
         if self._value is None or not self._gain(self._value, self.threshold) >= 0:
             return None
-        return f"{self.monitor} is {self._value:.4g}, {self.threshold:.4g} was wanted"
+        return f"{self.monitor} is {self._value:.4g} (required: {self.threshold:.4g})"
 
     def _forget(self) -> None:
         self._value = None
@@ -211,7 +217,7 @@ class ImprovementWindow(_Stopper):
         ...     assert context.run.stop_reason is None
         ...     window.on_validation_end(context, {"valid_accuracy": accuracy})
         >>> context.run.stop_reason
-        'valid_accuracy has gained 0 over the last 3 values, 0.01 was wanted'
+        'valid_accuracy has gained 0 over the last 3 values (required: 0.01)'
     """
 
     def __init__(
@@ -222,6 +228,7 @@ class ImprovementWindow(_Stopper):
         check_finite("ImprovementWindow: improv", improv)
         self.num_epochs = num_epochs
         self.improv = improv
+        # One more than the window, because the newest value is compared with the one before the window.
         self._values: deque[float] = deque(maxlen=num_epochs + 1)
 
     def _take(self, context: TrainingContext, value: float) -> None:
@@ -235,7 +242,7 @@ class ImprovementWindow(_Stopper):
         if gain >= self.improv:
             return None
         return (
-            f"{self.monitor} has gained {gain:.4g} over the last {self.num_epochs} values, {self.improv:.4g} was wanted"
+            f"{self.monitor} has gained {gain:.4g} over the last {self.num_epochs} values (required: {self.improv:.4g})"
         )
 
     def _forget(self) -> None:

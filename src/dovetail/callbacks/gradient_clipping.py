@@ -64,6 +64,7 @@ class GradientClipping(Callback):
     def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
         record: dict[str, float] = {}
         for place, tally in sorted(self._tallies.items()):
+            # Waits for the device, once per epoch.
             size, clipped, steps = tally.tolist()
             suffix = f"_{place}" if place else ""
             record[f"size{suffix}"], record[f"clipped{suffix}"] = size / steps, clipped / steps
@@ -75,10 +76,13 @@ class GradientClipping(Callback):
         self._tallies.clear()
 
     def _count(self, context: TrainingContext, optimizer: Optimizer, size: Tensor) -> None:
+        """Add the size of the gradients, and whether they were clipped, to the sums of the epoch."""
+        # The norm of a sharded model is computed from all parts.
         size = whole(size)
         # Computed on the device: reading the norm at every step would wait for the device.
         place = next(index for index, known in enumerate(context.optimizers) if known is optimizer)
         entry = torch.stack([size, (size > self.clipping.limit).to(size.dtype), torch.ones_like(size)])
+        # A tally from a checkpoint is on the host.
         known = self._tallies.get(place)
         self._tallies[place] = entry if known is None else entry + known.to(entry.device)
 

@@ -53,6 +53,7 @@ class CallbackHandler(Callbacks):
         Raises:
             UnknownNameError: The event is unknown.
         """
+        # Users may define and call their own events, so one callback that has an event makes it valid.
         targets = [target for target in self._targets() if getattr(type(target), event, None) is not None]
         if not targets and event not in _EVENTS:
             raise UnknownNameError("event", event, _EVENTS)
@@ -60,5 +61,6 @@ class CallbackHandler(Callbacks):
             getattr(target, event)(*args, **kwargs)
 
     def _targets(self) -> list[Callback | TrainerCallback]:
+        # plato's users expect their own object in place of the adapter around it.
         listed = (callback for callback in self if not callback.is_part_of_trainer)
         return [callback.callback if isinstance(callback, PlatoAdapter) else callback for callback in listed]

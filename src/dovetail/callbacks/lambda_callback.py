@@ -30,6 +30,7 @@ class LambdaCallback(Callback):
                 raise UnknownNameError("hook", name, HOOKS, FOREIGN_HOOKS)
             if not callable(function):
                 raise ConfigError(f"LambdaCallback: {name}: expected a function, got {function!r}")
+        # Static methods, because the functions take no `self`.
         functions = {name: staticmethod(function) for name, function in hooks.items()}
         return super().__new__(type(cls.__name__, (cls,), {"__module__": cls.__module__, **functions}))
 

@@ -35,6 +35,7 @@ class _RowLogger(Callback, ABC):
     def on_train_start(self, context: TrainingContext) -> None:
         if is_new_run(context):
             self._rows = []
+        # Empties the file for a new run, and removes the rows after the checkpoint for a resumed one.
         self._write_all()
 
     def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
@@ -43,6 +44,7 @@ class _RowLogger(Callback, ABC):
         row = {"epoch": progress.epoch, "batches": progress.batches, "updates": progress.updates, **metrics}
         replaces = bool(self._rows) and int(self._rows[-1]["batches"]) == progress.batches
         if replaces:
+            # Keep metrics that only the validation has.
             row = {**self._rows.pop(), **row}
         self._rows.append(row)
         if self._fits(row):
@@ -53,6 +55,7 @@ class _RowLogger(Callback, ABC):
     on_validation_end = on_epoch_end
 
     def _write_last(self, start: int) -> None:
+        """Write the last row at a position of the file, and remove everything after it."""
         content = self._encode(self._rows[-1:])
         with self.path.open("rb+") as file:
             # Write before truncating: if the process is killed in between, the replaced row is not lost.
@@ -79,7 +82,7 @@ class _RowLogger(Callback, ABC):
         return b""
 
     def _fits(self, row: Mapping[str, Any]) -> bool:
-        """Whether a row can be appended without rewriting the file."""
+        """Return whether a row can be appended without rewriting the file."""
         return True
 
     def _adopt(self, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -97,6 +100,7 @@ class _RowLogger(Callback, ABC):
             try:
                 with self.path.open(encoding="utf-8", newline="") as file:
                     for row in itertools.islice(self._decode(file), number):
+                        # A row without a position is damaged: the error ends the readable part.
                         int(row["batches"])
                         self._rows.append(row)
             # A damaged line ends the readable part; a damaged file must not end a resumed run.
@@ -106,7 +110,7 @@ class _RowLogger(Callback, ABC):
                 kept = f" (the damaged file is kept as {damaged.name})"
         if len(self._rows) < number:
             warnings.warn(
-                f"{self.path} has {len(self._rows)} rows, the checkpoint knows of {number}: the others are lost{kept}",
+                f"{self.path} has {len(self._rows)} rows, the checkpoint has {number}: the others are lost{kept}",
                 UserWarning,
                 stacklevel=2,
             )
@@ -145,6 +149,7 @@ class CSVLogger(_RowLogger):
 
     def _decode(self, lines: Iterable[str]) -> Iterable[dict[str, Any]]:
         for row in csv.DictReader(lines):
+            # An empty cell means that the row lacks the metric.
             yield {name: value for name, value in row.items() if value}
 
     def _head(self) -> bytes:
@@ -154,6 +159,7 @@ class CSVLogger(_RowLogger):
         return text.getvalue().encode()
 
     def _fits(self, row: Mapping[str, Any]) -> bool:
+        # A new column changes the header, so the whole file must be written.
         return row.keys() <= set(self._columns)
 
     def _adopt(self, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -40,10 +40,12 @@ class LRMonitor(Callback):
         self._updates = unit.length if isinstance(unit, Updates) else None
 
     def on_train_start(self, context: TrainingContext) -> None:
+        # A resumed run has recorded the rates of its next update before the checkpoint.
         if self._updates is not None and context.progress.updates == 0:
             _record(context)
 
     def on_epoch_start(self, context: TrainingContext) -> None:
+        # The loop does not call this for an epoch that is resumed, and the restored history has its row.
         if self._updates is None and context.progress.epoch % self.every.length == 0:
             _record(context)
 
@@ -53,6 +55,7 @@ class LRMonitor(Callback):
 
 
 def _record(context: TrainingContext) -> None:
+    """Add a row with the current rates of all parameter groups to the history."""
     rates: dict[str, Any] = {}
     for place, optimizer in enumerate(context.optimizers):
         owner = f"optimizer{place}_" if place else ""

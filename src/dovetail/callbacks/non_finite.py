@@ -52,7 +52,9 @@ class NonFiniteLoss(Callback):
                 return
 
     def _act(self, context: TrainingContext, number: int, loss: float) -> None:
+        """Raise, stop or warn because of the loss of batch `number`, counted from 1 since the start of training."""
         progress = context.progress
+        # `number` counts from the start of training; subtract the batches of earlier epochs.
         in_epoch = number - (progress.batches - progress.batch)
         message = f"the loss of batch {number} is {loss} (batch {in_epoch} of epoch {progress.epoch + 1}): {_ADVICE}"
         if self.action == "raise":

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -86,6 +87,7 @@ class ReduceOnPlateau(Monitor):
         super().on_train_start(context)
         self._lowered, self._has_warned = [], False
         bound = [scheduler.optimizer for scheduler in self._schedulers]
+        # A continued run with the same optimizers keeps its counters.
         if self._loaded is None and _same(bound, context.optimizers) and not is_new_run(context):
             return
         states = self._loaded or []
@@ -97,6 +99,7 @@ class ReduceOnPlateau(Monitor):
 
     def observe(self, context: TrainingContext, value: float) -> None:
         before = self._rates()
+        # Before the step, which may lower the rates again.
         self._warn_if_undone(before)
         for scheduler in self._schedulers:
             scheduler.step(value)
@@ -108,6 +111,7 @@ class ReduceOnPlateau(Monitor):
         return [float(group["lr"]) for scheduler in self._schedulers for group in scheduler.optimizer.param_groups]
 
     def _warn_if_undone(self, rates: Sequence[float]) -> None:
+        """Warn once if a scheduler has raised a rate that this callback has lowered."""
         # A schedule that computes rates from the initial ones, such as LambdaLR, overwrites a reduction.
         for (before, after), now in zip(self._lowered, rates, strict=False):
             if after < before <= now and not self._has_warned:
@@ -120,16 +124,23 @@ class ReduceOnPlateau(Monitor):
                 )
 
     def state_dict(self) -> dict[str, Any]:
+        # Restored, but not used yet: schedulers are created when training starts.
         if self._loaded is not None:
             return {"schedulers": self._loaded}
         return {"schedulers": [{name: getattr(scheduler, name) for name in _LEARNED} for scheduler in self._schedulers]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict`, when training starts."""
-        self._loaded = list(state["schedulers"])
+        self._loaded = [{name: _LEARNED[name](each[name]) for name in _LEARNED} for each in state["schedulers"]]
 
 
-_LEARNED = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
+# The part of the state of torch's scheduler that is not a setting.
+_LEARNED: dict[str, Callable[[Any], float]] = {
+    "best": float,
+    "num_bad_epochs": operator.index,
+    "cooldown_counter": operator.index,
+    "last_epoch": operator.index,
+}
 
 
 def _same(these: Sequence[object], those: Sequence[object]) -> bool:

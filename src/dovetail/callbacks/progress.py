@@ -74,17 +74,20 @@ class ProgressDisplay(Callback):
     def _clear_epoch(self) -> None:
         self._total: int | None = None
         self._label = ""
-        self._first_batch = 0
+        self._first_batch = self._first_record = 0
         self._epoch_began = self._training_began = self._validation_began = time.monotonic()
         self._metrics: Mapping[str, float] = {}
         self._validation: Mapping[str, float] = {}
 
     def on_train_start(self, context: TrainingContext) -> None:
+        # An earlier run may have ended without `on_train_end`.
         self._surface.close()
         self._surface = _surface(self._console, self._period)
+        # Without a bar nothing is ever due, so that a report costs one comparison.
         self._due = 0.0 if self._surface.has_bar else math.inf
         self._clear_run()
         self._begin_epoch(context)
+        # The work of earlier runs must not count for the speed of this one.
         self._done_before = self._done(context)
 
     def on_epoch_start(self, context: TrainingContext) -> None:
@@ -103,6 +106,7 @@ class ProgressDisplay(Callback):
             self._surface.show(self._bar(context, now, validates=True))
 
     def on_validation_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
+        # The speed is the speed of training, without validations.
         self._training_began += time.monotonic() - self._validation_began
         self._validation = metrics
         # A validation at the end of an epoch is part of the epoch's line.
@@ -120,6 +124,7 @@ class ProgressDisplay(Callback):
     def on_train_end(self, context: TrainingContext) -> None:
         if context.progress.batch > 0 and context.progress.batches != self._printed_at:
             self._print_partial(context)
+        # A validation after the last epoch, which no line has shown yet.
         elif self._validation:
             self._print_line(context, {})
         if context.run.stop_reason is not None:
@@ -136,7 +141,7 @@ class ProgressDisplay(Callback):
         self._clear_epoch()
         trainer, has_data = context.run.trainer, context.run.data.get("train") is not None
         self._total = trainer.num_batches("train") if trainer is not None and has_data else None
-        self._first_batch = context.progress.batch
+        self._first_batch, self._first_record = context.progress.batch, context.progress.records
         number, last = context.progress.epoch + 1, self._last_epoch(context)
         self._label = f"epoch {number}" if last is None else f"epoch {number:>{len(str(last))}}/{last}"
 
@@ -155,15 +160,17 @@ class ProgressDisplay(Callback):
             self._surface.show(self._bar(context, now))
 
     def _bar(self, context: TrainingContext, now: float, *, validates: bool = False) -> RenderableType:
+        """Return the row of the display: label, progress bar, batch, metrics and speed, as far as they fit."""
         batch, total = context.progress.batch, self._total
         # After the last batch the counters are already at the next epoch, but the display is not.
         if validates and batch == 0 and total is not None:
             batch = total
         head = Text(self._label, "bold")
         tail = [Text(self._count(batch) if total else f"batch {batch}")]
-        metrics = [_measure(name, value) for name, value in self._metrics.items()]
+        metrics = [_measure(name, value) for name, value in self._metrics.items() if name != "tokens"]
         end = [Text("validating", "magenta")] if validates else self._speed(context, now)
         width = self._surface.width - head.cell_len - 12
+        # On a narrow terminal the last metrics are left out; the first one, the loss, stays.
         while len(metrics) > 1 and _width([*tail, *metrics, *end]) > width:
             metrics.pop()
         tail += metrics + end
@@ -182,6 +189,7 @@ class ProgressDisplay(Callback):
         return row
 
     def _speed(self, context: TrainingContext, now: float) -> list[Text]:
+        """Return the learning rate, the batches per second and the remaining time."""
         shown = []
         if context.optimizers:
             shown.append(_pair("lr", f"{float(context.optimizers[0].param_groups[0]['lr']):.2g}"))
@@ -189,6 +197,8 @@ class ProgressDisplay(Callback):
         if batches and seconds > 0:
             rate = batches / seconds
             shown.append(Text(f"{rate:.0f} it/s" if rate >= 10 else f"{rate:.2f} it/s", "dim"))
+            tokens = (context.progress.records - self._first_record) * context.run.meter.tokens_per_sample
+            shown += [Text(f"{_short(tokens / seconds)} tok/s", "dim")] if tokens else []
         done, before = self._done(context), self._done_before
         if done is not None and before is not None and done > before:
             left = (now - self._began) * (1 - done) / (done - before)
@@ -204,10 +214,12 @@ class ProgressDisplay(Callback):
         if isinstance(length, Epochs):
             if not self._total:
                 return None
+            # `count` has whole epochs; add the part of the running one.
             done += progress.batch / self._total
         return done / length.length if length.length else None
 
     def _print_line(self, context: TrainingContext, train: Mapping[str, float], *, at_batch: bool = False) -> None:
+        """Print the permanent line of an epoch, or with `at_batch` of a position inside of it."""
         parts = [Text(self._label, "bold")]
         if at_batch:
             parts.append(Text(f"batch {self._count(context.progress.batch)}"))
@@ -228,12 +240,14 @@ class ProgressDisplay(Callback):
         return f"{batch:>{len(str(self._total))}}/{self._total}" if self._total else str(batch)
 
     def _stage(self, stage: str, style: str, metrics: Mapping[str, float], weights: str = "") -> Text:
+        """Return the metrics of a stage as text; the best validation loss so far is green."""
         loss = metrics.get("valid_loss", math.nan)
         is_best = loss < self._best
         self._best = loss if is_best else self._best
         shown = [
             _measure(name.removeprefix(f"{stage}_"), value, "bold green" if is_best and name == "valid_loss" else "")
             for name, value in metrics.items()
+            if name != "train_tokens"
         ]
         return Text(" ").join([Text(f"{stage} ({weights})" if weights else stage, style), *shown])
 
@@ -345,6 +359,7 @@ _HTML = '<pre style="white-space:pre;overflow-x:auto;line-height:1.35;font-famil
 
 
 def _surface(console: Console | None, period: float) -> _Surface:
+    """Return the place to display: a notebook, a terminal, or plain lines."""
     is_ours = console is None
     console = console or Console()
     if console.is_jupyter:
@@ -372,6 +387,14 @@ def _number(value: float) -> str:
     if size == 0 or not math.isfinite(size) or 1e-3 <= size < 1e3:
         return f"{value:.4f}"
     return f"{value:.1f}" if 1e3 <= size < 1e6 else f"{value:.2e}"
+
+
+def _short(number: float) -> str:
+    """Return a large number with a letter for thousands or millions."""
+    for size, letter in ((1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.1f}{letter}"
+    return f"{number:.0f}"
 
 
 def _duration(seconds: float, *, exact: bool = False) -> str:

@@ -1,14 +1,15 @@
-"""Times of epochs and validations, and the speed of training."""
+"""Times of epochs and validations, the speed of training, and a limit of its time."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from dovetail.callbacks.base import Callback
-from dovetail.units import Progress
+from dovetail.callbacks.base import Callback, Report, is_new_run
+from dovetail.units import Progress, as_seconds
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
@@ -22,6 +23,8 @@ class Timer(Callback):
 
     Args:
         clock: A function that returns seconds.
+        record: True to add the speed of every epoch to the history, as `speed_samples_per_second` and
+            `speed_batches_per_second`. The histories of two equal runs then differ.
 
     Attributes:
         epochs: The seconds of every epoch.
@@ -37,11 +40,12 @@ class Timer(Callback):
         (5.0, 160.0)
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, record: bool = False) -> None:
+        self.record = record
         self.epochs: list[float] = []
         self.validations: list[float] = []
         self._clock = clock
-        self._trained = {"seconds": 0.0, "batches": 0, "records": 0}
+        self._trained = {"seconds": 0.0, "batches": 0, "records": 0, "tokens": 0.0}
         self._before: Progress | None = None
         self._start = self._validation_start = self._validating = 0.0
 
@@ -55,6 +59,14 @@ class Timer(Callback):
         """Training samples per second; NaN before the first."""
         return self._per_second("records")
 
+    @property
+    def tokens_per_second(self) -> float:
+        """Training tokens per second, if batches have `input_ids` or steps return `num_tokens`; else 0.
+
+        Several processes count the samples of all of them, and the tokens per sample of this one.
+        """
+        return self._per_second("tokens")
+
     def summary(self) -> dict[str, float]:
         """Return the mean and total times and the speeds, by name; NaN if nothing was measured."""
         return {
@@ -65,6 +77,7 @@ class Timer(Callback):
             "training_seconds": self._trained["seconds"],
             "batches_per_second": self.batches_per_second,
             "samples_per_second": self.samples_per_second,
+            "tokens_per_second": self.tokens_per_second,
         }
 
     def on_train_start(self, context: TrainingContext) -> None:
@@ -83,7 +96,16 @@ class Timer(Callback):
         self._validating += self.validations[-1]
 
     def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
+        before, progress = dict(self._trained), context.progress
         self.epochs.append(self._count(context))
+        seconds = self._trained["seconds"] - before["seconds"]
+        if self.record and seconds > 0:
+            speeds = {
+                f"{name}_per_second": (self._trained[key] - before[key]) / seconds
+                for name, key in (("samples", "records"), ("batches", "batches"))
+            }
+            position = {"epoch": progress.epoch, "batches": progress.batches, "updates": progress.updates}
+            context.history.record("speed", speeds, **position)
 
     def on_train_end(self, context: TrainingContext) -> None:
         """Include an unfinished epoch in the speeds."""
@@ -91,13 +113,18 @@ class Timer(Callback):
             self._count(context)
 
     def _count(self, context: TrainingContext) -> float:
+        """Add the batches and seconds since the start of the epoch to the totals, and return the seconds."""
+        # Reset, so that no epoch is counted twice.
         before, self._before = self._before, None
         if before is None:
             return math.nan
         seconds = self._clock() - self._start
+        # Differences, because an epoch may have been resumed in its middle.
         self._trained["seconds"] += seconds - self._validating
         self._trained["batches"] += context.progress.batches - before.batches
-        self._trained["records"] += context.progress.records - before.records
+        records = context.progress.records - before.records
+        self._trained["records"] += records
+        self._trained["tokens"] += records * context.run.meter.tokens_per_sample
         return seconds
 
     def _per_second(self, what: str) -> float:
@@ -108,7 +135,82 @@ class Timer(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.epochs, self.validations = list(state["epochs"]), list(state["validations"])
-        self._trained = dict(state["trained"])
+        self._trained = {"tokens": 0.0, **state["trained"]}
+
+
+class MaxTime(Callback):
+    """Stop training after a length of time, as the option `max_time` does.
+
+    The time counts from the start of training, with validations and checkpoints. A checkpoint stores it, so that a
+    resumed run continues to count. Training stops at the end of an update, at most one reporting period or one second
+    later. If the run writes checkpoints, it then writes one.
+
+    Args:
+        limit: Seconds, a `timedelta`, its arguments such as `{"hours": 2}`, or a text of the form `DD:HH:MM:SS`.
+        clock: A function that returns seconds.
+
+    Example:
+        >>> from dovetail.trainers.context import TrainingContext
+        >>> limit, context = MaxTime("00:00:01:00", clock=iter([0.0, 61.0, 61.0]).__next__), TrainingContext()
+        >>> limit.on_train_start(context)
+        >>> limit.on_epoch_end(context, {})
+        >>> context.run.stop_reason
+        'max_time: 61 s of training, the limit is 60 s'
+    """
+
+    def __init__(
+        self, limit: float | str | timedelta | Mapping[str, float], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.limit = as_seconds(limit, "MaxTime: limit")
+        self._clock = clock
+        self._seconds_before = 0.0
+        self._start: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of training so far, with the time before a resume."""
+        return self._seconds_before + (0.0 if self._start is None else self._clock() - self._start)
+
+    def on_train_start(self, context: TrainingContext) -> None:
+        """Start the clock; a resumed run that has used its time already stops before its first batch."""
+        if is_new_run(context):
+            self._seconds_before = 0.0
+        self._start = self._clock()
+        if self._seconds_before >= self.limit:
+            self._stop(context, self._seconds_before)
+
+    def on_report(self, context: TrainingContext, report: Report) -> None:
+        # Not in every step, where reading the clock would slow down tiny steps.
+        self._check(context)
+
+    def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
+        self._check(context)
+
+    def on_exception(self, context: TrainingContext, error: BaseException) -> None:
+        self._pause()
+
+    def on_train_end(self, context: TrainingContext) -> None:
+        """Stop the clock; the next `fit` after the limit has its whole time again."""
+        self._pause()
+        if self._seconds_before >= self.limit:
+            self._seconds_before = 0.0
+
+    def _pause(self) -> None:
+        self._seconds_before, self._start = self.seconds, None
+
+    def _check(self, context: TrainingContext) -> None:
+        seconds = self.seconds
+        if seconds >= self.limit:
+            self._stop(context, seconds)
+
+    def _stop(self, context: TrainingContext, seconds: float) -> None:
+        context.stop(f"max_time: {seconds:.4g} s of training, the limit is {self.limit:.4g} s")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seconds": self.seconds}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._seconds_before, self._start = float(state["seconds"]), None
 
 
 def _mean(values: list[float]) -> float:

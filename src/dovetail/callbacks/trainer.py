@@ -69,6 +69,7 @@ class PlatoAdapter(Callback):
 
     def on_step_end(self, context: TrainingContext, output: Mapping[str, Any]) -> None:
         if context.run.window.closes:
+            # The loop has already counted the batch.
             self.callback.on_train_step_end(
                 context.run.trainer, context.config, batch=context.progress.batch - 1, loss=output["loss"].detach()
             )

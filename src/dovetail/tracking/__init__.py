@@ -1,4 +1,4 @@
-"""Experiment tracking with TensorBoard, Weights & Biases, Neptune, MLflow and plain files."""
+"""Experiment tracking with TensorBoard, Weights & Biases, Trackio, Neptune, MLflow and plain files."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dovetail.tracking.mlflow import MLflowLogger
 from dovetail.tracking.neptune import NeptuneLogger
 from dovetail.tracking.tensorboard import TensorBoardLogger
 from dovetail.tracking.tracker import Tracker
+from dovetail.tracking.trackio import TrackioLogger
 from dovetail.tracking.wandb import WandBLogger
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Status",
     "TensorBoardLogger",
     "Tracker",
+    "TrackioLogger",
     "Value",
     "WandBLogger",
 ]

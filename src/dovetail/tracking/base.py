@@ -150,6 +150,7 @@ def sort(values: Mapping[str, Value]) -> Sorted:
             found.histograms[name] = value
         elif isinstance(value, (int, float, np.number)) or (isinstance(value, Tensor) and value.numel() == 1):
             found.numbers[name] = float(value)
+        # By the name of the module, because matplotlib is optional.
         elif any(kind.__module__ == "matplotlib.figure" for kind in type(value).__mro__):
             found.figures[check_name(name)] = value
         else:
@@ -161,6 +162,7 @@ def sort(values: Mapping[str, Value]) -> Sorted:
 def check_name(name: str) -> str:
     """Return a name that is used as a path; raise if it would leave its folder."""
     parts = name.split("/")
+    # Backslashes and colons are parts of paths on Windows.
     if any(part in ("", ".", "..") or not re.fullmatch(r"[^\\:\x00-\x1f]+", part) for part in parts):
         raise ConfigError(f"figure: expected a name such as 'confusion' or 'valid/confusion', got {name!r}")
     return name

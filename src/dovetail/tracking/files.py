@@ -90,6 +90,7 @@ class FolderLogger(InFolders):
         folder, self._run = self._enter(run), run
         self._write_status("running")
         if self.format == "csv":
+            # The killed process may have logged steps after its last checkpoint, which this run repeats.
             _cut(folder / "metrics.csv", lambda line: int(line.partition(",")[0]) <= run.step, "step,name,value\n")
         else:
             _cut(folder / "metrics.jsonl", lambda line: json.loads(line)["step"] <= run.step)

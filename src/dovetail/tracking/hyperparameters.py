@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -20,9 +20,19 @@ if TYPE_CHECKING:
 
 MASK = "***"
 
+
+@runtime_checkable
+class _HasOptions(Protocol):
+    """A trainer with options, and the names of those that the user gave."""
+
+    options: Any
+    _given: frozenset[str]
+
+
 _SECRET_WORDS = frozenset(
     ("apikey", "auth", "authorization", "credential", "credentials", "passphrase", "passwd", "password", "pwd")
 ) | {"secret", "secrets", "tkn", "token"}
+# Words that make a secret of a following `key`: `api_key` is one, `sort_key` is not.
 _SECRET_KEYS = frozenset(("access", "api", "private", "secret", "signing", "ssh"))
 _LONGEST = 500
 
@@ -39,12 +49,15 @@ def flatten(values: Mapping[str, Any]) -> dict[str, Scalar]:
 
 def hyperparameters_of(context: TrainingContext) -> dict[str, Scalar]:
     """Return the settings of a run: the given options, the configuration, the model and the optimizers."""
-    trainer, model = context.run.trainer, context.model
-    options, given = getattr(trainer, "options", None), getattr(trainer, "given", ())
-    settings: dict[str, Any] = {name: getattr(options, name) for name in sorted(given)}
+    trainer: object = context.run.trainer
+    model = context.model
+    settings: dict[str, Any] = {}
+    if isinstance(trainer, _HasOptions):
+        settings = {name: getattr(trainer.options, name) for name in sorted(trainer._given)}
     settings.update(context.config)
     if model is not None:
         parameters = list(model.parameters())
+        # The empty key is the name itself: `model` is the class, `model.parameters` their number.
         settings["model"] = {"": type(model).__name__, "parameters": sum(each.numel() for each in parameters)}
     for place, optimizer in enumerate(context.optimizers):
         # The initial rate, because a schedule has already changed the rates of the groups.
@@ -61,6 +74,7 @@ def without_passwords(text: str) -> str:
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Scalar]]:
+    """Yield a setting, or the settings inside of it, with dotted names; secrets are masked."""
     if _is_secret(name):
         yield name, MASK
     elif isinstance(value, Mapping):
@@ -77,6 +91,7 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Scalar]]:
 
 
 def _plain(value: Any) -> Scalar:
+    """Return a setting as a plain value, or as a text that identifies it."""
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
@@ -91,6 +106,7 @@ def _plain(value: Any) -> Scalar:
 
 
 def _is_secret(name: str) -> bool:
+    # `apiKey` has the same words as `api_key`.
     words = re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
     return not _SECRET_WORDS.isdisjoint(words) or any(
         kind in _SECRET_KEYS and key == "key" for kind, key in pairwise(words)

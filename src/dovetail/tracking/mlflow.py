@@ -70,6 +70,7 @@ class MLflowLogger(Logger):
                 if found is None
                 else found.experiment_id
             )
+        # MLflow chooses its own ids, so a tag identifies the run.
         known = client.search_runs([experiment], filter_string=f"tags.`{_TAG}` = '{run.id}'") if run.is_resumed else []
         if known:
             self.run_id = known[0].info.run_id
@@ -91,6 +92,7 @@ class MLflowLogger(Logger):
         metrics = [
             entities.Metric(name, number, now, step)
             for name, number in ((_allowed(name), number) for name, number in found.numbers.items())
+            # Otherwise MLflow would store a second value for the step.
             if step > self._known.get(name, -1)
         ]
         if metrics:

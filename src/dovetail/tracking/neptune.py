@@ -1,9 +1,11 @@
-"""Logger for Neptune."""
+"""Logger for Neptune, whose service closed in March 2026: offline files, and self-hosted servers."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -24,13 +26,16 @@ _MODEST: dict[str, Any] = {
 
 
 class NeptuneLogger(Logger):
-    """Log to Neptune, or to the folder `.neptune`, which `neptune sync` uploads later (`mode="offline"`).
+    """Log to the folder `.neptune` in Neptune's format (`mode="offline"`), or to a self-hosted server of Neptune.
+
+    Neptune's service closed in March 2026. Every other mode than `"offline"` and `"debug"` therefore gives a warning,
+    and works only with a server of your own; `neptune sync` needs one, too. For new projects use another logger.
 
     Numbers are series under their names, hyperparameters fields under `hyperparameters`, figures series of images.
     Neptune has no histograms: each is a JSON file under its name and step. NaN and infinities, which it rejects, are
     left out. A resumed run continues Neptune's run, which ignores steps that it already has.
 
-    Needs the extra `neptune`, and online a token: the environment variable `NEPTUNE_API_TOKEN`, or `api_token`.
+    Needs the extra `neptune`, and for a server a token: the environment variable `NEPTUNE_API_TOKEN`, or `api_token`.
 
     Args:
         project: The project, `workspace/name`; None means the one of the environment.
@@ -63,16 +68,26 @@ class NeptuneLogger(Logger):
 
     def start(self, run: Run) -> None:
         neptune = require("neptune", "neptune")
+        mode = self.mode or os.environ.get("NEPTUNE_MODE") or "async"
+        if mode not in ("offline", "debug"):
+            warnings.warn(
+                f"NeptuneLogger: mode {mode!r} needs a server of your own, because Neptune's service closed in March "
+                "2026; use mode='offline', or another logger such as TrackioLogger",
+                UserWarning,
+                stacklevel=2,
+            )
         with quiet("neptune"):
             self.run = neptune.init_run(
                 **{**_MODEST, **self.options},
                 project=self.project,
                 api_token=self.api_token,
                 mode=self.mode,
+                # Neptune continues the run with this id, or creates it.
                 custom_run_id=run.id,
             )
         if not run.is_resumed:
             for name, value in run.hyperparameters.items():
+                # Neptune has no fields without a value.
                 self.run["hyperparameters"][name] = "None" if value is None else value
 
     def log(self, values: Mapping[str, Value], step: int) -> None:

@@ -60,10 +60,12 @@ class TensorBoardLogger(InFolders):
                 global_step=step,
             )
         for name, figure in found.figures.items():
+            # The figure belongs to the user, and may be shown or logged again.
             writer.add_figure(name, figure, step, close=False)
 
     def finish(self, status: Status) -> None:
         writer, self._writer = self._writer, None
+        # Torch's summary reports success in any case, so its status is replaced.
         summary = require("torch.utils.tensorboard.summary", "tensorboard").hparams({}, {})[2]
         plugin = summary.value[0].metadata.plugin_data
         end = require("tensorboard.plugins.hparams.plugin_data_pb2", "tensorboard").HParamsPluginData()

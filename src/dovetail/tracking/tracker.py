@@ -81,6 +81,7 @@ class Tracker(Callback):
             values: Values by name; a `/` in a name makes a group.
             step: The step of the values; None means the number of trained batches. Services drop values out of order.
         """
+        # Raise for a wrong value here: inside of `_log` it would only disable the logger.
         sort(values)
         if self._progress is None:
             # On other ranks no run is open, but a callback of the user may call this method there, too.
@@ -102,6 +103,7 @@ class Tracker(Callback):
             )
         hyperparameters = {**hyperparameters_of(context), **flatten(self.hyperparameters)}
         run = Run(context.run.id, context.progress.batches, hyperparameters)
+        # Close the loggers of an earlier run, if it could not do so.
         self._close("failed")
         self._progress = context.progress
         self._writing = list(self.loggers)
@@ -112,6 +114,7 @@ class Tracker(Callback):
         """Store the distributions of the gradients, because they may be cleared after the step."""
         if self._histograms_due(context.progress.updates + 1):
             assert context.model is not None
+            # With several optimizers, only the gradients of this one are complete now.
             stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             for name, parameter in context.model.named_parameters():
                 if id(parameter) in stepped and parameter.grad is not None:
@@ -134,6 +137,7 @@ class Tracker(Callback):
         self._log(metrics, context.progress.batches)
 
     def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
+        # Metrics of the validation were logged when it ended.
         own = {name: value for name, value in metrics.items() if not name.startswith("valid_")}
         self._log({"epoch": context.progress.epoch, **own}, context.progress.batches)
 
@@ -147,6 +151,7 @@ class Tracker(Callback):
         return bool(self._writing) and self.histograms_every > 0 and update % self.histograms_every == 0
 
     def _log(self, values: Mapping[str, Value], step: int) -> None:
+        # A copy of the list, because `_attempt` removes a logger that fails.
         for logger in [*self._writing]:
             self._attempt(logger, logger.log, values, step)
 
@@ -156,6 +161,7 @@ class Tracker(Callback):
         self._writing, self._progress, self._gradients = [], None, {}
 
     def _attempt(self, logger: Logger, method: Callable[..., None], *arguments: Any) -> None:
+        """Call a method of a logger; after an error, warn and disable the logger for the rest of the run."""
         try:
             method(*arguments)
         except Exception as error:

@@ -61,6 +61,7 @@ class WandBLogger(Logger):
                 "project": self.project,
                 "mode": self.mode,
                 "id": run.id,
+                # Continues the run with this id, or creates it.
                 "resume": "allow",
                 # Two trainers in one process have separate runs.
                 "reinit": "create_new",
