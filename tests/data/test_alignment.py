@@ -1,4 +1,4 @@
-"""Where a batch begins in memory decides how matrix products round: ours must begin where torch's do."""
+"""Memory alignment of batches: it changes the rounding of matrix products, so it must equal the alignment in torch."""
 
 from __future__ import annotations
 

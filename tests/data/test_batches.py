@@ -37,7 +37,7 @@ def python_calls(function: Callable[[], object]) -> int:
         nonlocal calls
         calls += event == "call"
 
-    # What is collected meanwhile may have finalizers in Python.
+    # Objects collected in the meantime may have finalizers in Python.
     gc.disable()
     sys.setprofile(count)
     try:
@@ -81,25 +81,25 @@ def shape(batch: Any) -> Any:
 
 
 @given(structures)
-def test_a_batch_in_place_is_returned_itself(batch: Any) -> None:
+def test_a_batch_on_its_device_is_returned_unchanged(batch: Any) -> None:
     assert to_device(batch, CPU) is batch
 
 
 @given(structures)
-def test_moving_moves_every_tensor_and_keeps_the_rest(batch: Any) -> None:
+def test_moving_a_batch_moves_every_tensor_and_keeps_the_rest(batch: Any) -> None:
     moved = to_device(batch, META)
     assert devices(moved) <= {"meta"}
     assert shape(moved) == shape(batch)
 
 
-def test_a_batch_given_to_another_device_is_not_changed_itself() -> None:
+def test_moving_a_batch_does_not_change_the_original() -> None:
     batch = {"x": [torch.zeros(2)]}
     to_device(batch, META)
     assert batch["x"][0].device == CPU
 
 
 @pytest.mark.parametrize("kind", [tuple, list])
-def test_a_flat_batch_in_place_costs_one_python_call(kind: type) -> None:
+def test_moving_a_flat_batch_in_place_costs_one_python_call(kind: type) -> None:
     batch = kind([torch.zeros(2), torch.zeros(2)])
     # The lambda itself is the second call.
     assert python_calls(lambda: to_device(batch, CPU)) == 2
@@ -122,7 +122,7 @@ def test_a_packed_sequence_is_moved_as_a_whole() -> None:
 
 
 @pytest.mark.parametrize("kind", [OrderedDict, UserDict])
-def test_a_mapping_keeps_its_type(kind: Any) -> None:
+def test_a_moved_mapping_keeps_its_type(kind: Any) -> None:
     moved = to_device(kind(x=torch.zeros(1)), META)
     assert type(moved) is kind
     assert moved["x"].device == META
@@ -151,12 +151,12 @@ def test_a_read_only_mapping_becomes_a_dict() -> None:
         (pack_sequence([torch.zeros(3), torch.zeros(1)]), 2),
     ],
 )
-def test_the_length_is_that_of_the_first_array_or_else_of_the_first_list(batch: Any, length: int) -> None:
+def test_the_batch_length_is_that_of_the_first_array_or_list(batch: Any, length: int) -> None:
     assert batch_length(batch) == length
 
 
 @pytest.mark.parametrize("batch", [None, "text", 3, (), {}, torch.tensor(1.0), (torch.tensor(1.0), None), object()])
-def test_a_batch_without_length_is_refused(batch: Any) -> None:
+def test_a_batch_without_length_is_rejected(batch: Any) -> None:
     with pytest.raises(DataError, match="number of samples"):
         batch_length(batch)
 
@@ -203,7 +203,7 @@ def test_a_packed_sequence_is_inputs_only() -> None:
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=5))
-def test_concat_undoes_split(sizes: list[int]) -> None:
+def test_concat_reverses_split(sizes: list[int]) -> None:
     whole = torch.arange(2 * sum(sizes)).view(-1, 2)
     parts = torch.split(whole, sizes)
     names = [str(row) for row in whole.tolist()]
@@ -227,7 +227,7 @@ def test_concat_undoes_split(sizes: list[int]) -> None:
         ([("a",), ["b"]], [("a",), ["b"]]),
     ],
 )
-def test_concat_collects_what_is_no_tensor(outputs: list[Any], expected: Any) -> None:
+def test_concat_collects_values_that_are_not_tensors(outputs: list[Any], expected: Any) -> None:
     assert concat(outputs) == expected
 
 
@@ -241,7 +241,7 @@ def test_concat_matches_mappings_by_key() -> None:
 
 
 @pytest.mark.parametrize("outputs", [[{"a": 1}, {"a": 2, "b": 3}], [{"a": 1, "b": 2}, {"a": 3}], [{"a": 1}, 2]])
-def test_concat_loses_nothing_of_mappings_with_different_keys(outputs: list[Any]) -> None:
+def test_concat_keeps_all_entries_of_mappings_with_different_keys(outputs: list[Any]) -> None:
     assert concat(outputs) == outputs
 
 

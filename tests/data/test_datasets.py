@@ -11,32 +11,32 @@ from dovetail.data import LeafSynthetic, digits, fashion_mnist
 from dovetail.errors import ConfigError, DataError
 
 
-def test_digits_are_images_in_0_to_1_with_whole_number_labels() -> None:
+def test_digits_are_images_in_0_to_1_with_integer_labels() -> None:
     images, labels = digits((1.0,))[0].tensors
     assert (images.shape, images.dtype, labels.dtype) == ((1797, 1, 8, 8), torch.float32, torch.int64)
     assert (images.min().item(), images.max().item()) == (0, 1)
 
 
-def test_the_parts_of_digits_make_up_the_whole() -> None:
+def test_the_parts_of_digits_are_disjoint_and_complete() -> None:
     rows = [image.flatten().tolist() for part in digits() for image in part.tensors[0]]
     whole = [image.flatten().tolist() for image in digits((1.0,))[0].tensors[0]]
     assert sorted(rows) == sorted(whole)
 
 
-def test_every_part_of_digits_has_the_same_mix() -> None:
+def test_every_part_of_digits_has_the_same_label_mix() -> None:
     train, _, test = digits((0.5, 0.25, 0.25))
     counts = [part.tensors[1].bincount(minlength=10) for part in (train, test)]
     assert (counts[0] - 2 * counts[1]).abs().max() <= 2
 
 
-def test_the_seed_decides_the_parts_of_digits() -> None:
+def test_the_seed_determines_the_parts_of_digits() -> None:
     first, again, other = digits(seed=1), digits(seed=1), digits(seed=2)
     assert torch.equal(first[0].tensors[0], again[0].tensors[0])
     assert not torch.equal(first[0].tensors[0], other[0].tensors[0])
 
 
 @pytest.mark.parametrize("split", [(), (0.7, 0.4), (-0.1, 0.5)])
-def test_shares_that_are_none_are_refused(split: tuple[float, ...]) -> None:
+def test_invalid_shares_are_rejected(split: tuple[float, ...]) -> None:
     with pytest.raises(DataError, match="split"):
         digits(split)
 
@@ -85,13 +85,13 @@ def test_a_missing_file_names_the_package_to_install(tmp_path: Path) -> None:
         (b"\1\x0a", "expected labels from 0 to 9, got 10"),
     ],
 )
-def test_labels_that_do_not_fit_the_images_are_refused(labels: bytes, sentence: str, tmp_path: Path) -> None:
+def test_labels_that_do_not_fit_the_images_are_rejected(labels: bytes, sentence: str, tmp_path: Path) -> None:
     write_images(tmp_path, labels=labels)
     with pytest.raises(DataError, match=sentence):
         fashion_mnist(tmp_path)
 
 
-def test_images_that_are_labels_are_refused(tmp_path: Path) -> None:
+def test_images_that_are_labels_are_rejected(tmp_path: Path) -> None:
     write_images(tmp_path)
     (tmp_path / "train-images-idx3-ubyte").write_bytes((tmp_path / "train-labels-idx1-ubyte").read_bytes())
     with pytest.raises(DataError, match="expected bytes in three dimensions"):
@@ -101,7 +101,7 @@ def test_images_that_are_labels_are_refused(tmp_path: Path) -> None:
 @pytest.mark.skipif(
     not DEBIAN.is_dir(), reason="FASHION-MNIST IS MISSING, SO IT IS NOT TESTED: apt-get install dataset-fashion-mnist"
 )
-def test_debian_s_fashion_mnist_is_whole() -> None:
+def test_the_fashion_mnist_package_of_debian_is_complete() -> None:
     train, test = fashion_mnist(DEBIAN)
     assert train.tensors[0].shape == (60_000, 1, 28, 28)
     assert train.tensors[1].bincount().tolist() == [6000] * 10
@@ -114,7 +114,7 @@ def test_debian_s_fashion_mnist_is_whole() -> None:
 # ------------------------------------------------------------------ Synthetic(α, β)
 
 
-def test_synthetic_labels_are_those_of_the_client_s_model() -> None:
+def test_synthetic_labels_follow_the_model_of_the_client() -> None:
     data = LeafSynthetic(1, 1, seed=3)
     for client_id in (1, 2, 50):
         weight, bias = data.model(client_id)
@@ -124,14 +124,14 @@ def test_synthetic_labels_are_those_of_the_client_s_model() -> None:
             assert agree.double().mean() > 0.999
 
 
-def test_synthetic_data_have_the_form_of_the_paper() -> None:
+def test_synthetic_data_have_the_shape_of_the_paper() -> None:
     data = LeafSynthetic()
     x, y = data.train(1)
     assert (x.shape[1], x.dtype, y.dtype) == (60, torch.float32, torch.int64)
     assert 0 <= int(y.min()) <= int(y.max()) <= 9
 
 
-def test_one_in_five_samples_is_for_tests() -> None:
+def test_one_in_five_synthetic_samples_is_for_tests() -> None:
     data = LeafSynthetic()
     for client_id in range(1, 6):
         train, test = len(data.train(client_id)[1]), len(data.test(client_id)[1])
@@ -147,17 +147,17 @@ def test_synthetic_inputs_have_the_variances_of_the_paper() -> None:
     assert torch.allclose(x.var(dim=0) / expected, torch.ones(60), atol=0.05)
 
 
-def test_synthetic_sizes_are_fifty_and_log_normal() -> None:
+def test_synthetic_sizes_are_fifty_plus_log_normal() -> None:
     data = LeafSynthetic()
     sizes = torch.tensor([data.num_samples(client_id) for client_id in range(1, 4001)], dtype=torch.float64)
     assert sizes.min() >= 50
-    # The median of the log-normal part is e^4, and 84 % of it lie below e^6.
+    # The median of the log-normal part is e^4, and 84 % of it is below e^6.
     assert (sizes - 50).median().item() == pytest.approx(torch.e**4, rel=0.1)
     assert ((sizes - 50) < torch.e**6).double().mean().item() == pytest.approx(0.8413, abs=0.02)
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.5, 2.0])
-def test_alpha_and_beta_are_the_spread_between_clients(spread: float) -> None:
+def test_alpha_and_beta_control_the_spread_between_clients(spread: float) -> None:
     data = LeafSynthetic(alpha=spread, beta=spread, min_samples=4, log_size=(0.0, 0.0))
     models = torch.stack([data.model(client_id)[0].mean() for client_id in range(1, 1001)])
     inputs = torch.stack([data.train(client_id)[0].mean() for client_id in range(1, 1001)])
@@ -186,11 +186,11 @@ def test_the_largest_size_can_be_bounded() -> None:
 
 
 @pytest.mark.parametrize("options", [{"alpha": -1}, {"seed": -1}, {"test_share": 1}, {"max_samples": 10}])
-def test_synthetic_data_that_cannot_be_meant_are_refused(options: dict[str, float]) -> None:
+def test_invalid_synthetic_arguments_are_rejected(options: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=f"^{next(iter(options))}: expected"):
         LeafSynthetic(**options)  # type: ignore[arg-type]  # a seed is whole, and a share is not
 
 
-def test_there_is_no_synthetic_client_zero() -> None:
+def test_synthetic_client_ids_start_at_one() -> None:
     with pytest.raises(ConfigError, match="client 0: ids count from 1"):
         LeafSynthetic().train(0)

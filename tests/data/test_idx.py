@@ -15,7 +15,7 @@ def idx(kind: int, shape: tuple[int, ...], content: bytes) -> bytes:
     return bytes([0, 0, kind, len(shape)]) + struct.pack(f">{len(shape)}I", *shape) + content
 
 
-def test_bytes_are_read_in_the_order_of_c(tmp_path: Path) -> None:
+def test_idx_bytes_are_read_in_c_order(tmp_path: Path) -> None:
     path = tmp_path / "images"
     path.write_bytes(idx(8, (2, 2, 3), bytes(range(12))))
     array = read_idx(path)
@@ -33,7 +33,7 @@ def test_bytes_are_read_in_the_order_of_c(tmp_path: Path) -> None:
         (0x0E, "d", torch.float64, [0.1, 1e300]),
     ],
 )
-def test_every_type_is_read_from_big_endian(
+def test_every_idx_type_is_read_as_big_endian(
     kind: int, letter: str, dtype: torch.dtype, values: list[float], tmp_path: Path
 ) -> None:
     path = tmp_path / "array"
@@ -41,13 +41,13 @@ def test_every_type_is_read_from_big_endian(
     assert torch.equal(read_idx(path), torch.tensor(values, dtype=dtype))
 
 
-def test_compressed_files_are_read(tmp_path: Path) -> None:
+def test_compressed_idx_files_are_read(tmp_path: Path) -> None:
     path = tmp_path / "labels.gz"
     path.write_bytes(gzip.compress(idx(8, (3,), b"\x05\x00\x09")))
     assert read_idx(path).tolist() == [5, 0, 9]
 
 
-def test_what_is_read_may_be_changed(tmp_path: Path) -> None:
+def test_the_array_read_is_writable(tmp_path: Path) -> None:
     path = tmp_path / "labels"
     path.write_bytes(idx(8, (1,), b"\x05"))
     assert read_idx(path).add_(1).tolist() == [6]
@@ -66,7 +66,7 @@ def test_what_is_read_may_be_changed(tmp_path: Path) -> None:
         (idx(8, (2**32 - 1,) * 255, b"abcd"), "but there are 4$"),
     ],
 )
-def test_files_that_are_none_are_refused(content: bytes, sentence: str, tmp_path: Path) -> None:
+def test_files_that_are_not_idx_are_rejected(content: bytes, sentence: str, tmp_path: Path) -> None:
     path = tmp_path / "array"
     path.write_bytes(content)
     with pytest.raises(DataError, match=sentence):
@@ -74,14 +74,14 @@ def test_files_that_are_none_are_refused(content: bytes, sentence: str, tmp_path
 
 
 @pytest.mark.parametrize("cut", [5, 25, -1])
-def test_damaged_compression_is_refused(cut: int, tmp_path: Path) -> None:
+def test_damaged_compression_is_rejected(cut: int, tmp_path: Path) -> None:
     path = tmp_path / "array.gz"
     path.write_bytes(gzip.compress(idx(8, (100,), bytes(range(100))))[:cut])
     with pytest.raises(DataError, match=r"array\.gz: the compression is damaged"):
         read_idx(path)
 
 
-def test_a_file_that_is_not_compressed_must_not_say_so(tmp_path: Path) -> None:
+def test_an_uncompressed_file_with_a_gz_suffix_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "array.gz"
     path.write_bytes(idx(8, (1,), b"a"))
     with pytest.raises(DataError, match="the compression is damaged"):

@@ -100,7 +100,7 @@ def epochs(kind: Callable[..., Any], dataset: Any, generator_seed: int | None, o
 @pytest.mark.parametrize("generator_seed", [None, 3])
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize(("length", "batch_size"), [(0, 4), (1, 4), (4, 4), (12, 4), (13, 4), (3, 1), (300, 2)])
-def test_batches_and_random_states_equal_those_of_torch(
+def test_batches_and_random_states_equal_torch(
     shuffle: bool, generator_seed: int | None, drop_last: bool, length: int, batch_size: int
 ) -> None:
     if shuffle and not length:
@@ -118,7 +118,7 @@ def test_batches_and_random_states_equal_those_of_torch(
 @pytest.mark.parametrize("taken", [0, 1, 2, 3, 4])
 @pytest.mark.parametrize("length", [8, 10])
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_an_epoch_broken_off_leaves_the_generator_where_torch_does(taken: int, length: int, drop_last: bool) -> None:
+def test_an_interrupted_epoch_leaves_the_generator_as_in_torch(taken: int, length: int, drop_last: bool) -> None:
     states = []
     for kind in (DataLoader, torch_data.DataLoader):
         generator = torch.Generator().manual_seed(1)
@@ -143,7 +143,7 @@ def test_an_epoch_broken_off_leaves_the_generator_where_torch_does(taken: int, l
     ],
 )
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_every_kind_of_tensors_is_sliced_into_the_batches_of_torch(dataset: Any, shuffle: bool) -> None:
+def test_sliced_tensors_give_the_batches_of_torch(dataset: Any, shuffle: bool) -> None:
     shuffle = shuffle and len(dataset) > 0
     options: Options = {"shuffle": shuffle, "batch_size": 2}
     assert rows_in_memory(DataLoader(dataset, **options)) is not None
@@ -155,7 +155,7 @@ def test_every_kind_of_tensors_is_sliced_into_the_batches_of_torch(dataset: Any,
 
 @pytest.mark.parametrize("generator_seed", [None, 3])
 @pytest.mark.parametrize("dataset", [tensors(10), Subset(tensors(20), range(5, 15))])
-def test_a_random_subset_is_sliced_into_the_batches_of_torch(dataset: Any, generator_seed: int | None) -> None:
+def test_a_sliced_random_subset_gives_the_batches_of_torch(dataset: Any, generator_seed: int | None) -> None:
     numbers = []
     for kind in (DataLoader, torch_data.DataLoader):
         generator = None if generator_seed is None else torch.Generator().manual_seed(generator_seed)
@@ -194,7 +194,7 @@ class Doubled(TensorDataset):
         (Counting(5), {"batch_size": 2, "shuffle": True}),
     ],
 )
-def test_what_is_not_in_memory_runs_through_torch(dataset: Any, options: Options) -> None:
+def test_data_that_is_not_in_memory_is_loaded_by_torch(dataset: Any, options: Options) -> None:
     assert rows_in_memory(DataLoader(dataset, **options)) is None
     ours, our_numbers = epochs(DataLoader, dataset, 3, options)
     theirs, their_numbers = epochs(torch_data.DataLoader, dataset, 3, options)
@@ -202,7 +202,7 @@ def test_what_is_not_in_memory_runs_through_torch(dataset: Any, options: Options
     assert torch.equal(our_numbers, their_numbers)
 
 
-def test_a_stream_runs_through_torch() -> None:
+def test_a_stream_is_loaded_by_torch() -> None:
     assert as_lists(DataLoader(Stream(5), batch_size=2)) == [[0, 1], [2, 3], [4]]
 
 
@@ -242,7 +242,7 @@ def losses(kind: Callable[..., Any]) -> list[float]:
     return found
 
 
-def test_training_losses_equal_those_with_torch() -> None:
+def test_training_losses_equal_those_with_the_torch_loader() -> None:
     assert losses(DataLoader) == losses(torch_data.DataLoader)
 
 
@@ -262,7 +262,7 @@ def test_changing_a_batch_changes_neither_dataset_nor_other_batches(shuffle: boo
     assert all(map(torch.equal, dataset.tensors, before))
 
 
-def test_changing_a_batch_in_place_does_not_break_the_backward_pass_of_another() -> None:
+def test_changing_a_batch_in_place_does_not_break_another_backward_pass() -> None:
     weight = torch.ones(3, requires_grad=True)
     (first, _), (second, _) = DataLoader(tensors(4), batch_size=2)
     loss = (first * weight).sum()
@@ -277,7 +277,7 @@ def test_batches_are_usable_in_inference_mode() -> None:
         assert labels(DataLoader(tensors(3), batch_size=2)) == [[0, 1], [2]]
 
 
-def test_the_loader_is_a_loader_of_torch() -> None:
+def test_the_loader_is_a_torch_data_loader() -> None:
     assert isinstance(DataLoader(tensors(2)), torch_data.DataLoader)
 
 
@@ -285,7 +285,7 @@ def test_the_loader_is_a_loader_of_torch() -> None:
 
 
 @pytest.mark.parametrize("dataset", [tensors(20), Counting(20)])
-def test_a_seed_makes_the_order_a_function_of_seed_and_epoch(dataset: Any) -> None:
+def test_with_a_seed_the_order_depends_on_seed_and_epoch(dataset: Any) -> None:
     loader = DataLoader(dataset, batch_size=4, shuffle=True, seed=1)
     first, second, third = (labels(loader) for _ in range(3))
     other = DataLoader(dataset, batch_size=4, shuffle=True, seed=1)
@@ -297,21 +297,21 @@ def test_a_seed_makes_the_order_a_function_of_seed_and_epoch(dataset: Any) -> No
     assert labels(DataLoader(dataset, batch_size=4, shuffle=True, seed=2)) != first
 
 
-def test_the_order_by_seed_is_the_same_in_memory_and_through_torch() -> None:
+def test_the_seeded_order_is_equal_in_memory_and_through_torch() -> None:
     loaders = [DataLoader(dataset, batch_size=4, shuffle=True, seed=1) for dataset in (tensors(9), Counting(9))]
     assert labels(loaders[0]) == labels(loaders[1])
 
 
 @pytest.mark.parametrize("dataset", [tensors(20), Counting(20)])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_a_seed_leaves_the_global_random_state_untouched(dataset: Any, shuffle: bool) -> None:
+def test_a_seeded_loader_does_not_change_the_global_random_state(dataset: Any, shuffle: bool) -> None:
     before = torch.get_rng_state()
     list(DataLoader(dataset, batch_size=4, shuffle=shuffle, seed=1))
     assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("dataset", [tensors(20), Counting(20)])
-def test_two_iterations_at_once_keep_their_orders(dataset: Any) -> None:
+def test_two_concurrent_iterations_keep_their_orders(dataset: Any) -> None:
     loader = DataLoader(dataset, batch_size=4, shuffle=True, seed=1)
     expected = [labels(loader), labels(loader)]
     loader.set_epoch(0)
@@ -319,7 +319,7 @@ def test_two_iterations_at_once_keep_their_orders(dataset: Any) -> None:
     assert [labels(older), labels(newer)] == expected
 
 
-def test_an_iteration_broken_off_ends_its_epoch() -> None:
+def test_an_interrupted_iteration_ends_its_epoch() -> None:
     loader = DataLoader(tensors(20), batch_size=4, shuffle=True, seed=1)
     orders = [labels(loader), labels(loader)]
     again = DataLoader(tensors(20), batch_size=4, shuffle=True, seed=1)
@@ -362,7 +362,7 @@ def test_skipping_gives_the_tail_of_the_epoch(dataset: Any, start: int, seed: in
 
 
 @pytest.mark.parametrize("start", [1, 2, 4])
-def test_skipping_moves_a_generator_on_as_the_whole_epoch_does(start: int) -> None:
+def test_skipping_advances_a_generator_as_the_whole_epoch(start: int) -> None:
     states = []
     for skipped in (0, start):
         generator = torch.Generator().manual_seed(1)
@@ -393,7 +393,7 @@ def test_after_a_skip_the_order_is_drawn_at_once(dataset: Any) -> None:
     assert labels(iterator) == whole[1:]
 
 
-def test_a_negative_skip_is_refused() -> None:
+def test_a_negative_skip_is_rejected() -> None:
     with pytest.raises(DataError, match="not negative"):
         DataLoader(tensors(2)).skip(-1)
 
@@ -405,7 +405,7 @@ def test_a_negative_skip_is_refused() -> None:
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 9])
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("batch_size", [4, 23])
-def test_the_ranks_together_hand_out_the_batches_of_one(
+def test_the_ranks_together_yield_the_batches_of_one_process(
     dataset: Any, num_replicas: int, drop_last: bool, batch_size: int
 ) -> None:
     shuffle = not isinstance(dataset, IterableDataset)
@@ -419,21 +419,21 @@ def test_the_ranks_together_hand_out_the_batches_of_one(
 
 @pytest.mark.parametrize("dataset", [tensors(23), Subset(tensors(30), range(23)), Counting(23), Stream(23)])
 @pytest.mark.parametrize("start", [1, 2, 3])
-def test_a_rank_skips_batches_of_its_own(dataset: Any, start: int) -> None:
+def test_a_rank_skips_its_batches(dataset: Any, start: int) -> None:
     loader = DataLoader(dataset, batch_size=4, num_replicas=2, rank=1)
     whole = as_lists(loader)
     loader.skip(start)
     assert as_lists(loader) == whole[start:]
 
 
-def test_a_rank_reads_only_its_own_samples() -> None:
+def test_a_rank_reads_only_its_samples() -> None:
     dataset = Counting(8)
     list(DataLoader(dataset, batch_size=2, num_replicas=2, rank=1))
     assert dataset.read == [2, 3, 6, 7]
 
 
 @pytest.mark.parametrize("rank", [-1, 2])
-def test_a_rank_out_of_range_is_refused(rank: int) -> None:
+def test_a_rank_out_of_range_is_rejected(rank: int) -> None:
     with pytest.raises(DataError, match="rank"):
         DataLoader(tensors(2), num_replicas=2, rank=rank)
 
@@ -442,7 +442,7 @@ def test_a_rank_out_of_range_is_refused(rank: int) -> None:
     "options",
     [{"seed": 1}, {"seed": 1, "shuffle": True}, {"seed": 1, "sampler": range(4)}, {"batch_sampler": [[1], [2]]}],
 )
-def test_a_loader_can_be_shared_afterwards(options: Options) -> None:
+def test_a_loader_can_be_divided_among_ranks_afterwards(options: Options) -> None:
     loader = DataLoader(tensors(9), **options)
     shares = [DataLoader.from_torch(loader, num_replicas=2, rank=rank) for rank in range(2)]
     for _ in range(2):
@@ -452,7 +452,7 @@ def test_a_loader_can_be_shared_afterwards(options: Options) -> None:
 
 @pytest.mark.parametrize("kind", [torch_data.DataLoader, DataLoader])
 @pytest.mark.parametrize("batch_size", [2, None])
-def test_a_seed_orders_what_the_global_generator_would(kind: Any, batch_size: int | None) -> None:
+def test_a_seed_orders_a_loader_that_uses_the_global_generator(kind: Any, batch_size: int | None) -> None:
     shares = []
     for rank in range(2):
         torch.manual_seed(rank)
@@ -465,13 +465,13 @@ def test_a_seed_orders_what_the_global_generator_would(kind: Any, batch_size: in
 
 
 @pytest.mark.parametrize("options", [{}, {"sampler": range(4)}, {"batch_sampler": [[1], [2]]}])
-def test_a_seed_leaves_an_order_alone_that_is_not_drawn_globally(options: Options) -> None:
+def test_a_seed_does_not_change_an_order_from_another_generator(options: Options) -> None:
     loader = torch_data.DataLoader(tensors(9), **options)
     assert labels(DataLoader.from_torch(loader, seed=5)) == labels(loader)
 
 
 @pytest.mark.parametrize("options", [{"seed": 4}, {"generator": torch.Generator()}])
-def test_a_loader_keeps_its_own_source_of_order(options: Options) -> None:
+def test_a_loader_keeps_its_generator_when_seeded(options: Options) -> None:
     def made(**seed: int) -> DataLoader[Any]:
         if "generator" in options:
             options["generator"].manual_seed(3)
@@ -490,7 +490,7 @@ def test_a_loader_keeps_its_own_source_of_order(options: Options) -> None:
         {"batch_sampler": BatchSampler(RandomSampler(tensors(9)), 3, False)},
     ],
 )
-def test_a_seed_for_samples_that_are_drawn_otherwise_is_refused(options: Options) -> None:
+def test_a_seed_for_a_foreign_sampler_is_rejected(options: Options) -> None:
     with pytest.raises(DataError, match=r"give the .*RandomSampler a generator"):
         DataLoader.from_torch(torch_data.DataLoader(tensors(9), **options), seed=5)
 
@@ -540,7 +540,7 @@ def test_a_restored_loader_continues_exactly(
 
 
 @pytest.mark.parametrize("make", [seeded, generated])
-def test_the_state_between_two_epochs_is_that_of_the_next(make: Callable[[Any], DataLoader[Any]]) -> None:
+def test_the_state_between_two_epochs_is_that_of_the_next_epoch(make: Callable[[Any], DataLoader[Any]]) -> None:
     loader = make(tensors(10))
     list(loader)
     state = loader.state_dict()
@@ -561,7 +561,7 @@ def test_a_restored_loader_that_has_not_started_yet_gives_the_same_state() -> No
     assert again == state
 
 
-def test_the_state_is_numbers_and_tensors() -> None:
+def test_the_loader_state_consists_of_numbers_and_tensors() -> None:
     state = generated(tensors(3)).state_dict()
     assert all(type(item) is Tensor for item in state.pop("generators"))
     assert json.loads(json.dumps(state)) == state
@@ -575,7 +575,7 @@ def test_an_older_iterator_does_not_move_the_position() -> None:
     assert (loader.state_dict()["epoch"], loader.state_dict()["position"]) == (1, 1)
 
 
-def test_the_state_of_another_kind_of_loader_is_refused() -> None:
+def test_the_state_of_another_kind_of_loader_is_rejected() -> None:
     with pytest.raises(DataError, match="expected no seed and 1 generators, got a seed and 0 generators"):
         generated(tensors(3)).load_state_dict(seeded(tensors(3)).state_dict())
 
@@ -600,7 +600,7 @@ def test_a_restored_loader_with_persistent_workers_continues_exactly(dataset: An
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dataset", [tensors(10), Counting(10)])
-def test_the_order_by_seed_does_not_depend_on_when_persistent_workers_started(dataset: Any) -> None:
+def test_the_seeded_order_does_not_depend_on_the_start_of_persistent_workers(dataset: Any) -> None:
     loaders = [DataLoader(dataset, 3, True, num_workers=1, persistent_workers=True, seed=1) for _ in range(2)]
     list(loaders[0])
     loaders[1].set_epoch(1)
@@ -608,7 +608,7 @@ def test_the_order_by_seed_does_not_depend_on_when_persistent_workers_started(da
 
 
 @pytest.mark.slow
-def test_persistent_workers_skip_and_share() -> None:
+def test_persistent_workers_support_skipping_and_ranks() -> None:
     loader = DataLoader(Counting(10), batch_size=2, num_workers=1, persistent_workers=True, num_replicas=2, rank=0)
     found = []
     for start in (0, 1, 0):
@@ -635,7 +635,7 @@ def test_persistent_workers_skip_and_share() -> None:
         lambda: (batch for batch in torch_data.DataLoader(tensors(10), batch_size=3)),
     ],
 )
-def test_iterating_from_a_batch_gives_the_tail(make: Callable[[], Any], start: int) -> None:
+def test_iterating_from_a_batch_gives_the_rest_of_the_epoch(make: Callable[[], Any], start: int) -> None:
     torch.manual_seed(3)
     whole = as_lists(make())
     after = torch.get_rng_state()
@@ -644,13 +644,13 @@ def test_iterating_from_a_batch_gives_the_tail(make: Callable[[], Any], start: i
     assert torch.equal(torch.get_rng_state(), after)
 
 
-def test_iterating_from_a_batch_of_a_torch_loader_reads_no_sample_before_it() -> None:
+def test_iterating_a_torch_loader_from_a_batch_reads_no_sample_before_it() -> None:
     dataset = Counting(10)
     list(iterate_from(torch_data.DataLoader(dataset, batch_size=3), 2))
     assert dataset.read == [6, 7, 8, 9]
 
 
-def test_iterating_from_a_batch_of_a_torch_loader_draws_its_order_at_once() -> None:
+def test_iterating_a_torch_loader_from_a_batch_draws_its_order_at_once() -> None:
     loader = torch_data.DataLoader(Counting(10), batch_size=3, shuffle=True)
     torch.manual_seed(1)
     whole = labels(loader)
@@ -669,7 +669,7 @@ def test_iterating_from_a_batch_works_with_workers() -> None:
     assert labels(iterate_from(loader, 2)) == whole[2:]
 
 
-def test_a_loader_class_with_its_own_iteration_is_iterated_its_own_way() -> None:
+def test_a_loader_class_with_a_custom_iter_keeps_it() -> None:
     class Twice(torch_data.DataLoader[Any]):
         def __iter__(self) -> Any:
             for batch in super().__iter__():
@@ -695,7 +695,7 @@ def drawn(epoch: int = 0, start: int = 0, **options: Any) -> list[Tensor]:
     return list(iterate_from(loader, start))
 
 
-def test_what_samples_draw_in_workers_follows_from_the_batch() -> None:
+def test_random_numbers_of_samples_in_workers_depend_on_the_batch() -> None:
     whole = drawn(num_workers=1)
     assert_same(drawn(num_workers=2), whole)
     assert_same(drawn(num_workers=2, start=3), whole[3:])
@@ -705,7 +705,7 @@ def test_what_samples_draw_in_workers_follows_from_the_batch() -> None:
     assert len(numbers.unique()) == numbers.numel()  # type: ignore[no-untyped-call]
 
 
-def test_what_samples_draw_in_this_process_is_drawn_from_its_generators() -> None:
+def test_random_numbers_of_samples_in_process_use_its_generators() -> None:
     torch.manual_seed(5)
     whole = drawn()
     torch.manual_seed(5)
@@ -713,6 +713,26 @@ def test_what_samples_draw_in_this_process_is_drawn_from_its_generators() -> Non
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator to pin memory for")
-def test_memory_is_pinned_without_a_word_where_that_is_for_nothing() -> None:
+def test_pin_memory_without_an_accelerator_is_silent() -> None:
     batches = list(DataLoader(Counting(4), 2, pin_memory=True))
     assert [rows.is_pinned() for rows, _ in batches] == [False, False]
+
+
+class Damaged(Dataset[Any]):
+    """Fails at one sample."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 5:
+            raise KeyError("sample 5 is damaged")
+        return index
+
+
+def test_an_error_in_a_worker_names_the_line_of_the_dataset() -> None:
+    with pytest.raises(KeyError) as caught:
+        list(DataLoader(Damaged(), 2, num_workers=1))
+    (note,) = caught.value.__notes__
+    assert f"raised in a data worker: {__file__}, line " in note
+    assert "in __getitem__; num_workers=0 reads the data in this process" in note

@@ -21,19 +21,21 @@ from dovetail.errors import ConfigError
         (lenet5(3, 32, 10), (3, 32, 32), None),
     ],
 )
-def test_models_have_their_sizes(model: nn.Module, shape: tuple[int, ...], num_parameters: int | None) -> None:
+def test_models_have_their_documented_sizes(
+    model: nn.Module, shape: tuple[int, ...], num_parameters: int | None
+) -> None:
     output = model(torch.zeros(2, *shape))
     assert output.shape[0] == 2
     if num_parameters is not None:
         assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters
 
 
-def test_models_are_known_by_name() -> None:
+def test_models_are_registered_by_name() -> None:
     assert [models.get(name)()(torch.zeros(1, 1, 28, 28)).shape for name in ("cnn", "lenet5", "mlp")] == [(1, 10)] * 3
     assert models.get("logistic") is logistic
 
 
-def test_images_that_are_too_small_are_refused() -> None:
+def test_images_that_are_too_small_are_rejected() -> None:
     with pytest.raises(ConfigError, match="lenet5: expected images of 28 pixels or more on a side, got 8"):
         lenet5(1, 8, 10)
     with pytest.raises(ConfigError, match="cnn: expected images of 4 pixels or more on a side, got 3"):

@@ -36,7 +36,7 @@ def flat(loader: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("data", [[torch.zeros(2)], torch_data.DataLoader(DATASET), iter([1]), range(3), {1, 2}])
-def test_batches_come_back_as_they_are(data: Any) -> None:
+def test_batched_sources_are_returned_unchanged(data: Any) -> None:
     assert as_loader(data, batch_size=2, shuffle=True) is data
 
 
@@ -66,13 +66,13 @@ def test_arrays_in_memory_need_no_workers() -> None:
     assert loader.num_workers == 0
 
 
-def test_a_dataset_takes_the_options() -> None:
+def test_a_dataset_source_applies_the_loader_options() -> None:
     loader = as_loader(DATASET, batch_size=4, shuffle=True, drop_last=True, seed=3)
     expected = DataLoader(DATASET, batch_size=4, shuffle=True, drop_last=True, seed=3)
     assert flat(loader) == flat(expected)
 
 
-def test_a_stream_comes_in_its_own_order() -> None:
+def test_a_stream_keeps_its_order() -> None:
     loader = as_loader(Stream(), batch_size=2, shuffle=True)
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
 
@@ -83,31 +83,31 @@ INDICES = [7, 1, 3, 5]
 @pytest.mark.parametrize(
     "sampler", [INDICES, tuple(INDICES), np.array(INDICES), torch.tensor(INDICES), Source(INDICES)]
 )
-def test_indices_choose_samples_in_their_order(sampler: Any) -> None:
+def test_indices_select_samples_in_order(sampler: Any) -> None:
     assert flat(as_loader(DATASET, batch_size=3, sampler=sampler)) == INDICES
 
 
-def test_indices_are_shuffled_anew_each_epoch_on_request() -> None:
+def test_indices_are_reshuffled_each_epoch_on_request() -> None:
     loader = as_loader(DATASET, batch_size=3, sampler=range(10), shuffle=True, seed=1)
     first, second = flat(loader), flat(loader)
     assert first != second
     assert sorted(first) == sorted(second) == list(range(10))
 
 
-def test_indices_keep_data_in_memory_fast() -> None:
+def test_indices_keep_the_in_memory_path() -> None:
     loader = as_loader(DATASET, batch_size=3, sampler=INDICES, shuffle=True)
     assert isinstance(loader, DataLoader)
     assert rows_in_memory(loader) is not None
 
 
 @pytest.mark.parametrize("wrap", [lambda sampler: sampler, Source])
-def test_a_sampler_of_torch_decides_the_order_itself(wrap: Any) -> None:
+def test_a_torch_sampler_decides_the_order(wrap: Any) -> None:
     sampler = SubsetRandomSampler(INDICES, generator=torch.Generator().manual_seed(1))
     expected = list(SubsetRandomSampler(INDICES, generator=torch.Generator().manual_seed(1)))
     assert flat(as_loader(DATASET, batch_size=3, sampler=wrap(sampler), shuffle=True)) == expected
 
 
-def test_a_source_without_sampler_means_all_samples() -> None:
+def test_a_source_without_sampler_uses_all_samples() -> None:
     assert flat(as_loader(DATASET, batch_size=3, sampler=Source(None))) == list(range(10))
 
 
@@ -117,7 +117,9 @@ def test_a_source_without_sampler_means_all_samples() -> None:
         ("train.csv", "got 'train.csv'"),
         (None, "got None"),
         (3, "got 3"),
-        ({"x": torch.zeros(2)}, "got a dict"),
+        ({}, "got an empty one"),
+        ({"x": torch.zeros(2), "y": torch.zeros(3)}, "got 2 in 'x', 3 in 'y'"),
+        ({"x": ["a", "b"]}, "the entry 'x' cannot be joined"),
         ((), "got none"),
         ((torch.zeros(2), torch.zeros(3)), "got 2 and 3"),
         ((torch.zeros(2), [1, 2]), "got a list"),
@@ -125,19 +127,19 @@ def test_a_source_without_sampler_means_all_samples() -> None:
         (np.array(["a", "b"]), "got a ndarray of shape"),
     ],
 )
-def test_other_data_is_refused(data: Any, message: str) -> None:
+def test_unsupported_data_is_rejected(data: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         as_loader(data, batch_size=2)
 
 
 @pytest.mark.parametrize("sampler", ["all", 3, [0.5], [[1]], {"a": 1}, Source("x")])
-def test_other_samplers_are_refused(sampler: Any) -> None:
+def test_unsupported_samplers_are_rejected(sampler: Any) -> None:
     with pytest.raises(DataError, match="sampler: expected indices"):
         as_loader(DATASET, batch_size=2, sampler=sampler)
 
 
 @pytest.mark.parametrize("data", [Stream(), [torch.zeros(1)]])
-def test_a_sampler_needs_a_dataset_with_indices(data: Any) -> None:
+def test_a_sampler_requires_a_dataset_with_indices(data: Any) -> None:
     with pytest.raises(DataError, match="sampler"):
         as_loader(data, batch_size=2, sampler=[0])
 
@@ -153,7 +155,7 @@ def test_a_sampler_needs_a_dataset_with_indices(data: Any) -> None:
         (torch_data.DataLoader(Stream(), batch_size=3), None),
     ],
 )
-def test_the_number_of_batches_is_told_where_it_is_known(loader: Any, count: int | None) -> None:
+def test_the_number_of_batches_is_returned_if_known(loader: Any, count: int | None) -> None:
     assert num_batches(loader) == count
 
 
@@ -170,13 +172,13 @@ class Indexed:
         return map(self.__getitem__, range(5))
 
 
-def test_whatever_has_samples_by_index_is_a_dataset() -> None:
+def test_any_indexable_object_is_a_dataset() -> None:
     assert [batch.tolist() for (batch,) in as_loader(Indexed(), batch_size=2)] == [[0, 1], [2, 3], [4]]
     assert flat(as_loader(Indexed(), batch_size=2, sampler=[4, 1])) == [4, 1]
 
 
 @pytest.mark.parametrize("index", [10, -11])
-def test_an_index_beyond_the_data_is_refused(index: int) -> None:
+def test_an_index_beyond_the_data_is_rejected(index: int) -> None:
     with pytest.raises(DataError, match=f"sampler: expected indices of 10 samples, got {index}"):
         as_loader(DATASET, batch_size=2, sampler=[0, index])
 
@@ -184,18 +186,30 @@ def test_an_index_beyond_the_data_is_refused(index: int) -> None:
 # ------------------------------------------------------------------ tables
 
 
-@pytest.mark.parametrize("table", [pd.DataFrame({"x": [1.0, 2.0]}), pd.Series([1.0, 2.0])])
-def test_a_table_is_refused_in_a_sentence_that_says_what_to_give(table: Any) -> None:
-    hint = f"got a {type(table).__name__}, whose to_numpy\\(\\) is an array"
-    with pytest.raises(DataError, match=f"data: expected a Dataset, a tensor or array, .*, {hint}$"):
-        as_loader(table, batch_size=2)
+class Table:
+    """A table of a library that is not known."""
+
+    def to_numpy(self) -> Any:
+        return np.zeros((2, 1))
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, name: str) -> Any:
+        return np.zeros(2)
+
+
+def test_a_table_of_another_library_is_rejected_with_an_alternative() -> None:
+    hint = "got a Table, whose to_numpy\\(\\) is an array"
+    with pytest.raises(DataError, match=f"data: expected a Dataset, a DataFrame, .*, {hint}$"):
+        as_loader(Table(), batch_size=2)
     with pytest.raises(DataError, match=f"data: expected tensors or numeric arrays .*, {hint};"):
-        as_loader((table, torch.zeros(2)), batch_size=2)
-    with pytest.raises(DataError, match=f"sampler: expected indices, .*, {hint}$"):
-        as_loader(DATASET, batch_size=2, sampler=table)
+        as_loader((Table(), torch.zeros(2)), batch_size=2)
+    with pytest.raises(DataError, match=r"sampler: expected indices, .*, got a Series, whose to_numpy"):
+        as_loader(DATASET, batch_size=2, sampler=pd.Series([1.0, 2.0]))
 
 
-def test_a_dataset_that_could_be_an_array_is_a_dataset() -> None:
+def test_an_array_like_dataset_is_treated_as_a_dataset() -> None:
     class Numbers(torch_data.Dataset[int]):
         def __len__(self) -> int:
             return 3

@@ -1,4 +1,4 @@
-"""Clients that do what they are told, for backends whose workers are other processes."""
+"""Clients with scripted actions, for backends whose workers are other processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class Doing:
-    """A client that does what it is told, by its id, and answers with the number of its process."""
+    """A client that performs the action for its id, and answers with its process id."""
 
     def __init__(self, deeds: dict[int, Callable[[], Any]] | None = None) -> None:
         self.deeds = deeds or {}

@@ -98,7 +98,7 @@ class Everything(Algorithm):
     def equip(self, strategies: Any) -> dict[str, Any]:
         return {"model_update": Remembering()}
 
-    def stays(self, name: str) -> bool:
+    def is_local(self, name: str) -> bool:
         return name.startswith("4.")
 
     def payload(self, client_id: int) -> dict[str, Any]:
@@ -125,7 +125,7 @@ ASYNCHRONOUS = {
     "simulation_distribution": {"distribution": "pareto", "alpha": 1.0},
 }
 
-# What is killed: each with another kind of state.
+# The killed federations: each with another kind of state.
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "everything": {"algorithm": Everything, "postprocessors": [{"top_k": {"ratio": 0.5, "error_feedback": True}}]},

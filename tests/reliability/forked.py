@@ -1,10 +1,10 @@
-"""Python in processes of its own that begin with torch imported, which takes four seconds in a new interpreter.
+"""Separate Python processes that start with torch imported, which takes four seconds in a new interpreter.
 
 `python forked.py DESCRIPTOR` is a server: it imports what most scripts need, and forks for every request that comes in
 at a socket. A process that it forks is one like any other, with its own arguments, variables, folder, output, number,
-session, and the end that Python gives to every script; only its parent is not the one who asked for it.
+session, and the end that Python gives to every script; only its parent is not the process that requested it.
 
-What no fork can be is a new interpreter all the same: one with other options, or with variables that count at the start
+A fork cannot replace a new interpreter in every case: one with other options, or with variables that count at the start
 of Python or torch. With `DOVETAIL_TORTURE=1`, everything is.
 """
 
@@ -34,12 +34,12 @@ from types import ModuleType
 from typing import IO, Any
 from unittest.mock import patch
 
-# Optimizers import the third one, in half of all the time that a script takes to begin.
+# Optimizers import the third one, in half of the start time of a script.
 PRELOADED = ("numpy", "torch", "torch._dynamo", "torch.distributed.fsdp", "sklearn.datasets", "dovetail.trainers")
 
 _FORKS = sys.platform == "linux" and os.environ.get("DOVETAIL_TORTURE") != "1"
 
-# How variables begin that Python, torch or their libraries read when they start, and those of them that they do not, or
+# Prefixes of variables that Python, torch or their libraries read when they start, and the ones that they do not, or
 # that a fork can still follow.
 _EARLY = ("LD_", "MKL_", "OMP_", "PYTHON", "TORCH_")
 _LATE = {"PYTHONBREAKPOINT", "PYTHONPATH", "PYTHONUNBUFFERED", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
@@ -79,7 +79,7 @@ def start(
 
 @contextmanager
 def forking() -> Iterator[None]:
-    """Fork every Python that is started in this block, be it by torch's agent, and every one that those start."""
+    """Fork every Python that is started in this block, also by torch's agent, and every one that those start."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     with patch.object(subprocess, "Popen", Python), patch.object(subprocess_handler, "Popen", Python):
@@ -87,7 +87,7 @@ def forking() -> Iterator[None]:
 
 
 class Python(subprocess.Popen[Any]):
-    """A process that the server forks, if its command is Python. What it overrides is private, and old."""
+    """A process that the server forks, if its command is Python. The overridden attributes are private, and old."""
 
     # Says the number of the process, and its exit code when it has ended. None if it is no fork.
     _told: IO[bytes] | None = None
@@ -102,8 +102,8 @@ class Python(subprocess.Popen[Any]):
         task |= {"folder": os.path.abspath(cwd or "."), "environment": environment, "in_new_session": given[17]}
         task["passed"] = [0, 1, 2, *pass_fds]
         channels = [pipe if pipe >= 0 else number for number, pipe in enumerate((pipes[0], pipes[3], pipes[5]))]
-        told, telling = os.pipe()
-        self._told = os.fdopen(told, "rb", buffering=0)
+        reported, telling = os.pipe()
+        self._told = os.fdopen(reported, "rb", buffering=0)
         requests = _server().requests
         # One that is to fork gets the socket as well.
         asking = [requests.fileno()] if subprocess.Popen is Python else []
@@ -160,7 +160,7 @@ class _Server:
     variables: Mapping[str, str]
 
 
-# That of this process, or of the process that has asked for this one.
+# The server of this process, or of the process that requested this one.
 _SERVERS: list[_Server] = []
 _MAKING = threading.Lock()
 
@@ -181,7 +181,7 @@ def _make_server() -> _Server:
         process = _Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
 
     def close() -> None:
-        # Not by closing the socket alone: somebody who may ask could be at work still.
+        # Closing the socket is not enough: a client process may still be running.
         with requests, process:
             process.kill()
 
@@ -189,7 +189,7 @@ def _make_server() -> _Server:
     return _Server(requests, _early(environment))
 
 
-# As it is before anybody replaces it.
+# The original, before any test replaces it.
 _Popen = subprocess.Popen
 
 
@@ -203,7 +203,7 @@ def _serve(requests: socket.socket) -> dict[str, Any]:
     # A process that ends looks through all that it has for garbage, but not through this: a second less for each.
     gc.collect()
     gc.freeze()
-    # Nobody waits for the processes that wait for the others.
+    # The intermediate processes are not waited for.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
         message, descriptors, _, _ = socket.recv_fds(requests, 1 << 20, 16)
@@ -232,12 +232,14 @@ def _serve(requests: socket.socket) -> dict[str, Any]:
         os.dup2(descriptor, number)
     if len(ours) > 1 + len(task["passed"]):
         _SERVERS.append(_Server(socket.socket(fileno=ours.pop()), _early(os.environ)))
+        # Otherwise Python may warn of an open socket when it ends.
+        atexit.register(_SERVERS[0].requests.close)
     for descriptor in ours:
         os.close(descriptor)
     return task
 
 
-def _begin(task: dict[str, Any]) -> None:
+def _start(task: dict[str, Any]) -> None:
     """Be as a new interpreter is."""
     if task["in_new_session"]:
         os.setsid()
@@ -254,7 +256,7 @@ def _begin(task: dict[str, Any]) -> None:
     if not task["is_strict"]:
         sys.warnoptions.remove("error")
         warnings.filters.remove(("error", None, Warning, None, 0))
-    # Forks have numpy's generator in the same state. That of Python is seeded anew, and torch's begins equally anyway.
+    # Forks have numpy's generator in the same state. Python's generator is reseeded, and torch's starts equally anyway.
     importlib.import_module("numpy").random.seed()
 
 
@@ -275,6 +277,6 @@ def _become(what: str, how: str) -> None:
 
 if __name__ == "__main__":
     asked = _serve(socket.socket(fileno=int(sys.argv[1])))
-    _begin(asked)
+    _start(asked)
     with forking() if _SERVERS else nullcontext():
         _become(asked["what"], asked["how"])

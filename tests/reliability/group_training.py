@@ -78,7 +78,7 @@ def outcome(trainer: Any) -> tuple[list[float], list[float], list[dict[str, Any]
 
 
 def wait(context: Any, batch: Any) -> None:
-    """Tell the test that the place is reached, and wait until it has done what it wants to."""
+    """Notify the test that the position is reached, and wait until it has acted."""
     if context.progress.batches == WAITS_IN_BATCH:
         os.write(1, b".")
         os.read(0, 1)

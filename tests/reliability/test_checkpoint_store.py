@@ -57,7 +57,7 @@ def _number(state: dict[str, Any]) -> int:
 
 
 class PowerCut(BaseException):
-    """The machine is off. Nothing in the library may catch this and go on."""
+    """The machine is off. Nothing in the library may catch this and continue."""
 
 
 @dataclass(eq=False)
@@ -215,7 +215,7 @@ def _cut_everywhere(
 
 
 @pytest.mark.parametrize("peers", [None, _Alone()], ids=["alone", "together"])
-def test_a_replacement_cut_after_any_file_operation_leaves_the_old_or_the_new_state(
+def test_a_replacement_cut_after_any_file_operation_leaves_old_or_new_state(
     tmp_path: Path, peers: _Alone | None
 ) -> None:
     numbers = []
@@ -226,7 +226,7 @@ def test_a_replacement_cut_after_any_file_operation_leaves_the_old_or_the_new_st
         assert number == 2 if finished else number in (1, 2)
         assert number == 1 or operations > 0
         numbers.append(number)
-        # The next save goes on from whatever was left, and clears it away.
+        # The next save starts from the leftovers, and removes them.
         save(disk / "checkpoint", _state(3), summary={"step": 3})
         assert _number(load(disk / "checkpoint")) == 3
         assert os.listdir(disk) == ["checkpoint"]
@@ -234,7 +234,7 @@ def test_a_replacement_cut_after_any_file_operation_leaves_the_old_or_the_new_st
     assert len(numbers) > 100
 
 
-def test_a_first_save_cut_after_any_file_operation_leaves_nothing_or_the_new_state(tmp_path: Path) -> None:
+def test_a_first_save_cut_after_any_file_operation_leaves_nothing_or_all(tmp_path: Path) -> None:
     found = set()
     for _, finished, disk in _cut_everywhere(tmp_path, lambda root: None):
         loaded = load_latest(disk)
@@ -243,7 +243,7 @@ def test_a_first_save_cut_after_any_file_operation_leaves_nothing_or_the_new_sta
     assert found == {None, 2}
 
 
-def test_a_save_beside_another_cut_after_any_file_operation_leaves_that_one_alone(tmp_path: Path) -> None:
+def test_a_save_cut_after_any_file_operation_leaves_other_checkpoints_alone(tmp_path: Path) -> None:
     for _, _, disk in _cut_everywhere(tmp_path, lambda root: save(root / "first", _state(1), summary={"step": 1})):
         assert _number(load(disk / "first")) == 1
         loaded = load_latest(disk)
@@ -259,7 +259,7 @@ def test_a_save_into_a_new_directory_is_durable_when_it_returns(tmp_path: Path) 
     assert _number(load(left / "deep" / "er" / "checkpoint")) == 1
 
 
-def test_the_simulated_disk_notices_a_missing_fsync(tmp_path: Path) -> None:
+def test_the_simulated_disk_detects_a_missing_fsync(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     disk = CachedDisk(tmp_path / "disk", honest=False)
     save(disk.root / "checkpoint", _state(1), files=disk)
@@ -318,7 +318,7 @@ def _rename(file: Path, chance: random.Random) -> None:
 _DAMAGE = [_flip, _flip, _flip, _flip, _truncate, _extend, _clear_page, _remove, _link, _exchange, _rename]
 
 
-def test_every_damage_is_detected_named_and_passed_over(tmp_path: Path) -> None:
+def test_every_damage_is_detected_named_and_skipped(tmp_path: Path) -> None:
     chance = random.Random(0)
     for number in (0, 1, 2):
         save(tmp_path / "whole" / str(number), _state(number), summary={"step": number})
@@ -341,7 +341,7 @@ def test_every_damage_is_detected_named_and_passed_over(tmp_path: Path) -> None:
         shutil.rmtree(disk)
 
 
-def test_every_bit_of_the_manifest_counts(tmp_path: Path) -> None:
+def test_every_changed_bit_of_the_manifest_is_detected(tmp_path: Path) -> None:
     path = save(tmp_path / "checkpoint", {})
     whole = (path / "manifest.json").read_bytes()
     step = 1 if _TORTURE else 7
@@ -353,7 +353,7 @@ def test_every_bit_of_the_manifest_counts(tmp_path: Path) -> None:
             inspect(path)
 
 
-def test_an_extra_file_is_named(tmp_path: Path) -> None:
+def test_an_extra_file_in_a_checkpoint_is_named(tmp_path: Path) -> None:
     path = save(tmp_path / "checkpoint", {})
     (path / "notes.txt").touch()
     with pytest.raises(CheckpointError, match=r"checkpoint/notes\.txt: a file that does not belong"):
@@ -404,7 +404,7 @@ def _sizes(first: int, last: int) -> list[int]:
     return [first + (last - first) * index // (_DISK_SIZES - 1) for index in range(_DISK_SIZES)]
 
 
-def test_a_disk_that_fills_up_keeps_the_checkpoint_before(tmp_path: Path) -> None:
+def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
     disk, outcomes = tmp_path / "disk", set()
     for size in _sizes(49_152, 262_144):
         if not _mount(disk, size):
@@ -416,7 +416,7 @@ def test_a_disk_that_fills_up_keeps_the_checkpoint_before(tmp_path: Path) -> Non
     assert outcomes == {False, True}
 
 
-def test_a_limit_on_the_size_of_files_keeps_the_checkpoint_before(tmp_path: Path) -> None:
+def test_a_file_size_limit_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     outcomes = set()
@@ -444,7 +444,7 @@ class Breaking(CachedDisk):
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.EROFS, errno.ENOSPC], ids=errno.errorcode.get)
-def test_an_error_of_any_file_operation_is_said_and_leaves_a_whole_checkpoint(tmp_path: Path, code: int) -> None:
+def test_an_error_of_any_file_operation_is_raised_and_keeps_a_checkpoint(tmp_path: Path, code: int) -> None:
     raised = 0
     for failing in itertools.count(1):
         root = tmp_path / str(failing)
@@ -464,7 +464,7 @@ def test_an_error_of_any_file_operation_is_said_and_leaves_a_whole_checkpoint(tm
     assert raised > 15
 
 
-def test_a_disk_that_stays_broken_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+def test_a_permanently_failing_disk_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
     class Dead(Files):
         def write(self, file: BinaryIO, data: memoryview) -> None:
             raise OSError(errno.EIO, "Input/output error")
@@ -642,14 +642,14 @@ def _watch(root: Path, cases: list[Path]) -> dict[str, Any]:
     return result
 
 
-def test_hostile_checkpoints_are_refused_and_nothing_else_happens(tmp_path: Path) -> None:
+def test_hostile_checkpoints_are_rejected_without_side_effects(tmp_path: Path) -> None:
     cases = _hostile(tmp_path)
     assert len(cases) > 60
     assert _watch(tmp_path, cases) == {"events": [], "loaded": [], "unclear": []}
     assert not Path("/tmp/dovetail-was-here").exists()
 
 
-def test_names_of_classes_and_modules_are_only_strings(tmp_path: Path) -> None:
+def test_class_and_module_names_are_loaded_as_strings(tmp_path: Path) -> None:
     text = {"__class__": "os.system", "__reduce__": ["posix", "system"], "py/object": "subprocess.Popen"}
     case = _forge(tmp_path / "names", state=json.dumps(text).encode())
     assert _watch(tmp_path, [case]) == {"events": [], "loaded": [str(case)], "unclear": []}
@@ -720,7 +720,7 @@ def test_the_golden_checkpoint_of_format_1_still_loads() -> None:
     assert state["$odd"] == {"$key": (), 1.5: []}
 
 
-def test_the_golden_checkpoint_of_format_1_still_tells_its_summary() -> None:
+def test_the_summary_of_the_golden_checkpoint_of_format_1_is_read() -> None:
     info = inspect(_GOLDEN / "v1")
     assert info.format_version == 1
     assert info.summary == {"step": 7, "epoch": 1, "metrics": {"loss": 0.25}}

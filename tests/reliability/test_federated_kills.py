@@ -31,14 +31,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600 if _TORTURE else 600)]
 
 
 def _run(folder: Path, kind: str, die_at: int = 0, die_after: float | None = None) -> int:
-    """Run a federation, kill it so many seconds after it has begun if that is asked for, and return its exit code."""
+    """Run a federation, kill it after the given seconds if any, and return its exit code."""
     folder.mkdir(exist_ok=True)
-    told, telling = os.pipe()
-    with tempfile.TemporaryFile() as errors, os.fdopen(telling, "wb") as output, os.fdopen(told, "rb"):
+    reported, telling = os.pipe()
+    with tempfile.TemporaryFile() as errors, os.fdopen(telling, "wb") as output, os.fdopen(reported, "rb"):
         process = forked.start(_SCRIPT, str(folder), kind, str(die_at), folder=folder, stdout=output, stderr=errors)
         try:
             if die_after is not None:
-                assert select.select([told], [], [], 120)[0], "it never began"
+                assert select.select([reported], [], [], 120)[0], "it never began"
                 try:
                     process.wait(die_after)
                 except subprocess.TimeoutExpired:
@@ -59,7 +59,7 @@ def _reference(folder: Path, kind: str) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("kind", _KINDS)
-def test_a_server_that_is_killed_again_and_again_ends_with_the_same_bits(tmp_path: Path, kind: str) -> None:
+def test_a_server_killed_repeatedly_ends_with_the_same_bits(tmp_path: Path, kind: str) -> None:
     expected, seconds = _reference(tmp_path, kind)
     moments = random.Random(kind)
     hits = 0

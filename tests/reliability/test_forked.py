@@ -13,7 +13,7 @@ from pathlib import Path
 import forked
 import pytest
 
-TELL = """
+REPORT_LINE = """
 import atexit, json, os, sys
 atexit.register(print, "over")
 print(json.dumps([__name__, __file__, sys.argv, sys.path[0], os.getcwd(), os.environ.get("OWN"), os.getpid()]))
@@ -27,28 +27,28 @@ sys.exit(7)
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
     path = tmp_path / "tell.py"
-    path.write_text(TELL)
+    path.write_text(REPORT_LINE)
     return path
 
 
-def test_a_script_has_its_own_arguments_folder_output_and_end(script: Path, tmp_path: Path) -> None:
+def test_a_forked_script_has_its_arguments_folder_output_and_exit_code(script: Path, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     done = forked.run(script, "a", "b", folder=folder)
-    told, over = done.stdout.splitlines()
-    *place, _ = json.loads(told)
+    reported, over = done.stdout.splitlines()
+    *place, _ = json.loads(reported)
     assert place == ["__main__", str(script), [str(script), "a", "b"], str(tmp_path), str(folder), None]
     assert (over, done.stderr, done.returncode) == ("over", "", 7)
 
 
-def test_an_error_and_a_warning_end_a_script_as_always(tmp_path: Path) -> None:
+def test_an_error_and_a_warning_end_a_forked_script_as_usual(tmp_path: Path) -> None:
     (tmp_path / "warn.py").write_text("import warnings\nwarnings.warn('beware')\n")
     done = forked.run(tmp_path / "warn.py", folder=tmp_path)
     assert done.returncode == 1
     assert done.stderr.endswith("UserWarning: beware\n")
 
 
-def test_a_process_can_be_waited_for_and_killed(tmp_path: Path) -> None:
+def test_a_forked_process_can_be_waited_for_and_killed(tmp_path: Path) -> None:
     (tmp_path / "wait.py").write_text("import signal\nsignal.pause()\n")
     with tempfile.TemporaryFile() as output:
         process = forked.start(tmp_path / "wait.py", folder=tmp_path, stdout=output, stderr=output)
@@ -59,7 +59,7 @@ def test_a_process_can_be_waited_for_and_killed(tmp_path: Path) -> None:
         process.kill()
 
 
-def test_variables_are_those_of_this_process_and_some_more(script: Path, tmp_path: Path) -> None:
+def test_a_forked_script_gets_the_environment_plus_given_variables(script: Path, tmp_path: Path) -> None:
     with tempfile.TemporaryFile("w+") as output:
         process = forked.start(script, folder=tmp_path, stdout=output, stderr=output, variables={"OWN": "1"})
         assert process.wait(120) == 7
@@ -68,7 +68,7 @@ def test_variables_are_those_of_this_process_and_some_more(script: Path, tmp_pat
     assert (own, pid) == ("1", process.pid)
 
 
-def test_a_module_runs_as_always_and_may_warn(tmp_path: Path) -> None:
+def test_a_forked_module_runs_as_usual_and_may_warn(tmp_path: Path) -> None:
     (tmp_path / "tell.py").write_text(
         "import os, sys, warnings\nwarnings.warn('beware')\n"
         "print(__name__, __spec__.name, *sys.argv, sys.path[0], os.getsid(0) == os.getpid())\n"
@@ -82,17 +82,17 @@ def test_a_module_runs_as_always_and_may_warn(tmp_path: Path) -> None:
     assert process.returncode == 0
 
 
-def test_code_runs_as_always_with_what_it_is_passed(tmp_path: Path) -> None:
+def test_forked_code_runs_as_usual_with_its_arguments(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     code = "import os, sys; os.write(int(sys.argv[1]), repr([__name__, *sys.argv, sys.path[0]]).encode())"
     with forked.Python([sys.executable, "-c", code, str(writing)], cwd=tmp_path, pass_fds=[writing]) as process:
         os.close(writing)
-        with os.fdopen(reading) as told:
-            assert told.read() == repr(["__main__", "-c", str(writing), ""])
+        with os.fdopen(reading) as reported:
+            assert reported.read() == repr(["__main__", "-c", str(writing), ""])
     assert process.returncode == 0
 
 
-def test_an_unbuffered_process_is_heard_at_once(tmp_path: Path) -> None:
+def test_output_of_an_unbuffered_process_arrives_at_once(tmp_path: Path) -> None:
     (tmp_path / "wait.py").write_text("import signal\nprint('.', end='')\nsignal.pause()\n")
     with forked.Python([sys.executable, "-u", "wait.py"], cwd=tmp_path, stdout=subprocess.PIPE) as process:
         assert process.stdout.read(1) == b"."
@@ -103,7 +103,7 @@ def test_an_unbuffered_process_is_heard_at_once(tmp_path: Path) -> None:
 IS_FORK = "import sys\nprint('torch' in sys.modules, flush=True)\n"
 
 
-def test_variables_that_count_at_the_start_make_a_new_interpreter(tmp_path: Path) -> None:
+def test_start_up_variables_require_a_new_interpreter(tmp_path: Path) -> None:
     (tmp_path / "tell.py").write_text(IS_FORK)
     for variables, is_fork in (
         ({}, forked._FORKS),
@@ -118,7 +118,7 @@ def test_variables_that_count_at_the_start_make_a_new_interpreter(tmp_path: Path
         assert process.communicate()[0].decode() == f"{is_fork}\n"
 
 
-def test_a_new_path_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_python_path_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "far").mkdir()
     (tmp_path / "far" / "distant.py").write_text("")
     (tmp_path / "tell.py").write_text("import sys, distant\nprint(sys.path.index(sys.argv[1]))\n")
@@ -127,7 +127,7 @@ def test_a_new_path_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("spreads", [False, True])
-def test_forking_reaches_what_is_started_by_others(tmp_path: Path, spreads: bool) -> None:
+def test_the_forking_fixture_reaches_processes_started_by_libraries(tmp_path: Path, spreads: bool) -> None:
     again = "import subprocess\nsubprocess.run([sys.executable, 'inner.py'])\n"
     (tmp_path / "outer.py").write_text(IS_FORK + again)
     (tmp_path / "inner.py").write_text(IS_FORK)

@@ -1,4 +1,4 @@
-"""Signals and kills of real processes of a group: who leaves, how fast, saying what, and what a restart makes of it."""
+"""Signals and kills of real processes of a group: exit codes, delays, messages, and restarts."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _group(folder: Path) -> Iterator[list[Any]]:
 
 @pytest.mark.parametrize("told", [0, 1])
 @pytest.mark.parametrize("round", range(_ROUNDS))
-def test_a_signal_to_one_process_makes_both_leave_with_one_checkpoint(tmp_path: Path, told: int, round: int) -> None:
+def test_a_signal_to_one_process_ends_both_with_one_checkpoint(tmp_path: Path, told: int, round: int) -> None:
     with _group(tmp_path) as processes:
         processes[told].send_signal(signal.SIGTERM)
         for process in processes:
@@ -83,7 +83,7 @@ def test_a_signal_to_one_process_makes_both_leave_with_one_checkpoint(tmp_path: 
 
 @pytest.mark.parametrize("killed", [0, 1])
 @pytest.mark.parametrize("round", range(_ROUNDS))
-def test_a_killed_process_is_named_by_the_other_which_leaves(tmp_path: Path, killed: int, round: int) -> None:
+def test_a_killed_process_is_named_by_the_other_which_exits(tmp_path: Path, killed: int, round: int) -> None:
     with _group(tmp_path) as processes:
         survivor = processes[1 - killed]
         processes[killed].kill()
@@ -125,7 +125,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, num_workers: int | Non
 
 
 @pytest.mark.parametrize("round", range(_RESTARTS))
-def test_a_restarted_group_ends_with_the_bits_of_an_undisturbed_one(
+def test_a_restarted_group_ends_with_the_bits_of_an_uninterrupted_one(
     tmp_path: Path, undisturbed: Any, num_workers: int | None, round: int
 ) -> None:
     draw = random.Random(round)
@@ -136,7 +136,7 @@ def test_a_restarted_group_ends_with_the_bits_of_an_undisturbed_one(
     assert trainer.context.progress.epoch == 2
 
 
-def test_without_restarts_the_caller_hears_which_process_was_killed(tmp_path: Path) -> None:
+def test_without_restarts_the_caller_gets_the_rank_of_the_killed_process(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, num_processes=2)
     trainer.context.callbacks.add(Killed(1, 4))
     with pytest.raises(TrainingProcessError, match="rank 1 was ended by SIGKILL"):
@@ -148,9 +148,9 @@ def _terminate_second(context: Any, output: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-# `test_a_signal_to_one_of_two_processes_is_saved_and_logged_once` in `test_addons.py` stands for it elsewhere.
+# `test_a_signal_to_one_of_two_processes_is_saved_and_logged_once` in `test_addons.py` covers it elsewhere.
 @pytest.mark.torture
-def test_a_signal_to_a_worker_interrupts_the_caller_with_what_was_trained(tmp_path: Path) -> None:
+def test_a_signal_to_a_worker_interrupts_the_caller_with_the_trained_state(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, num_processes=2)
     trainer.context.callbacks.add(LambdaCallback(on_step_end=_terminate_second))
     with pytest.raises(Interrupted) as caught:

@@ -1,4 +1,4 @@
-"""Training that is killed, again and again, and goes on as if nothing had been.
+"""Training that is killed repeatedly and resumes exactly.
 
 Real processes and real `SIGKILL`s, sent at random moments and while checkpoints are being written. `DOVETAIL_TORTURE=1`
 runs the same code at full size: 200 kills instead of 20, and a kill at every single file operation.
@@ -55,7 +55,7 @@ class Nursery:
         return int(self._line())
 
     def hear(self, seconds: float) -> bytes:
-        """Return the next thing that the training tells, or nothing if it is silent for so long."""
+        """Return the next message of the training, or nothing after the timeout."""
         ready, _, _ = select.select([self._told], [], [], max(0.0, seconds))
         return os.read(self._told, 1) if ready else b""
 
@@ -97,7 +97,7 @@ def _unfinished(folder: Path) -> set[str]:
 
 
 def _files(folder: Path) -> dict[str, bytes]:
-    """Return all files with their contents, but for what tells two equal runs apart: the time, and the run's id."""
+    """Return all files with their contents, without the time and the run id, which differ between equal runs."""
     contents = {
         str(path.relative_to(folder)): path.read_bytes()
         for path in folder.rglob("*")
@@ -121,7 +121,7 @@ def _kill_at_a_moment(nursery: Nursery, folder: Path, moments: random.Random, wi
     aims_at_write = moments.random() < 0.5
     pid = nursery.start(folder, tell=aims_at_write, **options)
     if aims_at_write:
-        # A write tells of some six operations, so this is any stage of one of the next few writes.
+        # A write reports about six operations, so this is any stage of one of the next few writes.
         for _ in range(moments.randrange(1, 30)):
             if nursery.hear(60) != b".":
                 break
@@ -161,7 +161,7 @@ def _torture(nursery: Nursery, folder: Path, kills: int, **options: Any) -> tupl
     return in_writes, run
 
 
-def test_the_run_stops_early_and_in_the_middle_of_an_epoch(nursery: Nursery, tmp_path: Path) -> None:
+def test_the_test_run_stops_early_within_an_epoch(nursery: Nursery, tmp_path: Path) -> None:
     assert nursery.run(tmp_path) == 0
     history = History.load(tmp_path / "history.jsonl")
     assert len(history.losses) == 98
@@ -169,29 +169,29 @@ def test_the_run_stops_early_and_in_the_middle_of_an_epoch(nursery: Nursery, tmp
     assert len(history.get_metric_values("valid_loss")) > 4
 
 
-def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_run_killed_repeatedly_ends_as_an_uninterrupted_one(nursery: Nursery, tmp_path: Path) -> None:
     in_writes, runs = _torture(nursery, tmp_path, _KILLS)
     print(f"{_KILLS} kills, {in_writes} of them in a write, over {runs} runs")
     assert in_writes > 0
 
 
-def test_so_does_one_that_writes_its_checkpoints_in_the_background(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_killed_run_with_background_checkpoints_ends_with_the_same_bits(nursery: Nursery, tmp_path: Path) -> None:
     in_writes, runs = _torture(nursery, tmp_path, _FEWER_KILLS, save_in_background=True)
     print(f"{_FEWER_KILLS} kills, {in_writes} of them in a write, over {runs} runs")
     assert in_writes > 0
 
 
-def test_so_does_one_whose_loader_draws_from_the_global_generator(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_killed_run_with_a_global_generator_loader_ends_with_the_same_bits(nursery: Nursery, tmp_path: Path) -> None:
     _torture(nursery, tmp_path, _FEWER_KILLS, loader="torch")
 
 
-def test_so_does_one_whose_data_workers_augment_their_samples(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_killed_run_with_augmenting_workers_ends_with_the_same_bits(nursery: Nursery, tmp_path: Path) -> None:
     in_writes, runs = _torture(nursery, tmp_path, _KILLS, loader="augmented")
     print(f"{_KILLS} kills, {in_writes} of them in a write, over {runs} runs")
     assert in_writes > 0
 
 
-def test_so_does_one_whose_data_workers_live_as_long_as_the_run(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_killed_run_with_persistent_workers_ends_with_the_same_bits(nursery: Nursery, tmp_path: Path) -> None:
     _torture(nursery, tmp_path, _FEWER_KILLS, loader="persistent", save_in_background=True)
 
 

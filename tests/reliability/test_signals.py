@@ -1,6 +1,6 @@
 """Ctrl-C and SIGTERM, sent to real processes: what they leave behind, what they say, and with which code they end.
 
-A process under test tells when it has reached a batch and waits there, so that every signal arrives at a known place.
+A process under test reports that it has reached a batch and waits there, so that every signal arrives at a known place.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _MAKE = "trainer = make_trainer(folder)"
 
 
 class Program:
-    """A training in a process of its own, which waits inside its fifth batch, the second of an accumulation window."""
+    """A training in a separate process, which waits inside its fifth batch, the second of an accumulation window."""
 
     def __init__(self, folder: Path, make: str = _MAKE, wishes: str = "") -> None:
         script = folder / "program.py"
@@ -88,14 +88,14 @@ def _program(folder: Path, **settings: str) -> Iterator[Program]:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that nobody interrupted."""
+    """The folder of an uninterrupted run."""
     folder: Path = tmp_path_factory.mktemp("reference")
     train(folder)
     return folder
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_finishes_the_window_saves_and_says_where(
+def test_a_signal_finishes_the_window_saves_and_prints_the_path(
     tmp_path: Path, reference: Path, number: signal.Signals, code: int
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
@@ -129,7 +129,7 @@ def test_a_second_signal_ends_a_step_that_hangs(tmp_path: Path, number: signal.S
     assert store.list_checkpoints(tmp_path / "checkpoints") == []
 
 
-def test_without_a_folder_the_message_says_that_nothing_is_saved(tmp_path: Path) -> None:
+def test_without_a_folder_the_message_states_that_nothing_is_saved(tmp_path: Path) -> None:
     with _program(tmp_path, wishes=", checkpoint_period=Batches(0)") as program:
         program.process.send_signal(signal.SIGINT)
         code, _, errors = program.go_on()
@@ -140,7 +140,7 @@ def test_without_a_folder_the_message_says_that_nothing_is_saved(tmp_path: Path)
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_the_add_on_saves_to_its_own_place_and_logs_it(tmp_path: Path) -> None:
+def test_the_add_on_saves_to_its_folder_and_logs_it(tmp_path: Path) -> None:
     extended = "Trainer.add_on(SignalHandlerAddon)"
     places = "signal_save_path=folder / 'interrupted', signal_log_path=folder / 'log' / 'signals.txt'"
     with _program(tmp_path, make=f"trainer = make_trainer(folder, {extended}, {places})") as program:
@@ -163,11 +163,11 @@ class _Raise(Callback):
             signal.raise_signal(self.number)
 
 
-def test_a_handler_of_the_users_own_stays_in_place(tmp_path: Path, reference: Path) -> None:
-    heard: list[int] = []
+def test_a_signal_handler_of_the_user_is_kept(tmp_path: Path, reference: Path) -> None:
+    received: list[int] = []
 
     def own(number: int, frame: Any) -> None:
-        heard.append(number)
+        received.append(number)
 
     before = signal.signal(signal.SIGTERM, own)
     try:
@@ -175,18 +175,18 @@ def test_a_handler_of_the_users_own_stays_in_place(tmp_path: Path, reference: Pa
         assert signal.getsignal(signal.SIGTERM) is own
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert heard == [signal.SIGTERM]
+    assert received == [signal.SIGTERM]
     assert (tmp_path / "model.safetensors").read_bytes() == (reference / "model.safetensors").read_bytes()
 
 
-def test_the_handlers_from_before_are_back_afterwards(tmp_path: Path) -> None:
+def test_previous_signal_handlers_are_restored_after_training(tmp_path: Path) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path, further_callbacks=[_Raise(signal.SIGINT)])
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
-def test_training_in_another_thread_touches_no_handler(tmp_path: Path, reference: Path) -> None:
+def test_training_in_another_thread_changes_no_handler(tmp_path: Path, reference: Path) -> None:
     before = signal.getsignal(signal.SIGINT)
     seen: list[Any] = []
 
@@ -201,7 +201,7 @@ def test_training_in_another_thread_touches_no_handler(tmp_path: Path, reference
     assert (tmp_path / "model.safetensors").read_bytes() == (reference / "model.safetensors").read_bytes()
 
 
-def test_the_message_does_not_claim_a_checkpoint_that_could_not_be_written(
+def test_the_message_does_not_name_a_checkpoint_that_was_not_written(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     in_the_way = tmp_path / "checkpoints" / "ck_epoch_0_iter_6" / "precious"
@@ -214,7 +214,7 @@ def test_the_message_does_not_claim_a_checkpoint_that_could_not_be_written(
     )
 
 
-def test_a_signal_saves_even_where_only_the_best_is_kept(tmp_path: Path, reference: Path) -> None:
+def test_a_signal_saves_even_if_only_the_best_is_kept(tmp_path: Path, reference: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path, save_every=0, further_callbacks=[_Raise(signal.SIGTERM)])
     assert store.latest(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "ck_epoch_0_iter_6"

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-# The first optimizer would import it, for seconds, in every process anew.
+# Otherwise the first optimizer imports it in every process, which takes seconds.
 import torch._dynamo
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
@@ -50,11 +50,11 @@ def make_trainer(
     Args:
         folder: Where everything is written.
         kind: The class.
-        loader: `own` for ours, with a seed of its own; `torch` for a plain one that draws from the global generator;
+        loader: `own` for ours, with a seed; `torch` for a plain one that draws from the global generator;
             `augmented` for torch's with two workers, whose samples draw from every kind of generator.
         patience: Validations without improvement after which training stops early.
         further_callbacks: Called after the ones that every run has.
-        options: Those of the trainer that a test wants otherwise.
+        options: Trainer options that differ from the defaults.
     """
     generator = torch.Generator().manual_seed(42)
     inputs = torch.randn(8 * BATCHES_PER_EPOCH + 64, 6, generator=generator)
@@ -131,7 +131,7 @@ OPERATION, DONE = b".", b"!"
 def serve() -> None:
     """Fork a training for every line of standard input; an empty line waits for its end.
 
-    Standard output gets the id of every training, then whatever the training itself tells, then its exit code.
+    Standard output gets the id of every training, then the output of the training, then its exit code.
     """
     torch.set_num_threads(1)
     warnings.simplefilter("error")
@@ -141,7 +141,7 @@ def serve() -> None:
         if pid == 0:
             os._exit(_child(**request))
         os.write(1, b"%d\n" % pid)
-        # Not reaped before the test has asked for it: until then nobody else gets the id that it kills.
+        # Not reaped before the test has requested it, so that the id to kill is not reused.
         sys.stdin.readline()
         _, status = os.waitpid(pid, 0)
         os.write(1, b"\n%d\n" % os.waitstatus_to_exitcode(status))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -18,7 +18,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from dovetail.errors import DataError
 
-_TARGET_KEYS = ("labels", "label", "target", "targets", "y")
+# In order of precedence.
+TARGET_KEYS = ("labels", "label", "target", "targets", "y")
 
 
 def to_device(batch: Any, device: torch.device, non_blocking: bool = False) -> Any:
@@ -96,6 +97,7 @@ def batch_length(batch: Any) -> int:
         >>> batch_length((["a", "b"], None))
         2
     """
+    # The usual batch, a flat list or tuple of tensors, needs no search.
     first = batch[0] if (type(batch) is list or type(batch) is tuple) and batch else batch
     if isinstance(first, Tensor) and first.ndim:
         return first.size(0)
@@ -138,15 +140,18 @@ def slice_batch(batch: Any, start: int, stop: int, length: int | None = None) ->
     return cut
 
 
-def split_batch(batch: Any) -> tuple[Any, Any]:
+def split_batch(batch: Any, target: str | None = None) -> tuple[Any, Any]:
     """Return the inputs and the targets of `batch`; targets are `None` if it has none.
 
     A pair is inputs and targets. In a longer tuple or list the last item is the targets, and the inputs are the tuple
-    of the other items. In a mapping the targets are under "labels", "label", "target", "targets" or "y"; the inputs are
-    the only other value, or the dictionary of the other values. Every other batch is inputs only.
+    of the other items. In a mapping the targets are under `target` or, if this is None, under "labels", "label",
+    "target", "targets" or "y"; the inputs are the only other value, or the dictionary of the other values. Every other
+    batch is inputs only.
 
     Example:
         >>> split_batch({"image": 1, "label": 2})
+        (1, 2)
+        >>> split_batch({"image": 1, "price": 2}, "price")
         (1, 2)
         >>> split_batch((1, 2, 3))
         ((1, 2), 3)
@@ -160,19 +165,30 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
             return batch[0], None
         return tuple(batch[:-1]), batch[-1]
     if isinstance(batch, Mapping):
-        for key in _TARGET_KEYS:
-            if key in batch:
-                rest = {name: value for name, value in batch.items() if name != key}
-                return (next(iter(rest.values())) if len(rest) == 1 else rest), batch[key]
+        key = find_target(batch) if target is None else target
+        if key in batch:
+            rest = {name: value for name, value in batch.items() if name != key}
+            return (next(iter(rest.values())) if len(rest) == 1 else rest), batch[key]
     return batch, None
+
+
+def find_target(names: Container[Any]) -> str | None:
+    """Return the first usual name of targets among the names of a batch or a table; `None` if it has none.
+
+    Example:
+        >>> find_target(["age", "label"])
+        'label'
+    """
+    return next((key for key in TARGET_KEYS if key in names), None)
 
 
 def concat(outputs: Sequence[Any]) -> Any:
     """Join the outputs of several batches into one with the same structure; `[]` if there are none.
 
-    Tensors and arrays are concatenated along their first dimension, or stacked if they have no dimensions. Tuples,
-    mappings and dataclasses are joined part by part. Lists have one item per sample and are concatenated. Other values,
-    and mappings with different keys, are collected in a list.
+    Tensors and arrays are concatenated along their first dimension, or stacked if they have no dimensions. If tensors
+    differ in another dimension, such as the length of padded sequences, the result is a list with one tensor for each
+    sample. Tuples, mappings and dataclasses are joined part by part. Lists have one item per sample and are
+    concatenated. Other values, and mappings with different keys, are collected in a list.
 
     Example:
         >>> concat([(torch.tensor([1, 2]), ["a", "b"]), (torch.tensor([3]), ["c"])])
@@ -185,6 +201,8 @@ def concat(outputs: Sequence[Any]) -> Any:
         return []
     first = outputs[0]
     if all(isinstance(output, Tensor) for output in outputs):
+        if any(output.ndim and output.shape[1:] != first.shape[1:] for output in outputs):
+            return [row for output in outputs for row in output]
         return torch.cat(outputs) if first.ndim else torch.stack(outputs)
     if all(isinstance(output, np.ndarray) for output in outputs):
         return np.concatenate(outputs) if first.ndim else np.stack(outputs)
@@ -200,7 +218,22 @@ def concat(outputs: Sequence[Any]) -> Any:
     return outputs
 
 
+def with_class_of(example: Any, outputs: Any) -> Any:
+    """Return a dictionary in the class of an example with the same keys; other outputs unchanged.
+
+    A message between processes turns every mapping into a dictionary.
+
+    Example:
+        >>> from collections import UserDict
+        >>> type(with_class_of(UserDict(a=1), {"a": 2}))
+        <class 'collections.UserDict'>
+    """
+    is_alike = isinstance(example, Mapping) and type(outputs) is dict and list(example) == list(outputs)
+    return _with_parts(example, list(outputs.values())) if is_alike and type(example) is not dict else outputs
+
+
 def _cut(batch: Any, start: int, stop: int, length: int) -> Any:
+    """Return a slice of all parts with one entry per sample; the same object if there is none."""
     if isinstance(batch, (Tensor, np.ndarray)):
         return batch[start:stop] if batch.ndim and batch.shape[0] == length else batch
     if isinstance(batch, PackedSequence):
@@ -221,6 +254,8 @@ def _joined(column: Sequence[Any]) -> Any:
 
 @runtime_checkable
 class _NamedTuple(Protocol):
+    """The attributes by which a named tuple differs from other tuples."""
+
     _fields: tuple[str, ...]
 
     def _make(self, parts: Sequence[Any]) -> Any: ...
@@ -235,6 +270,7 @@ def _parts(batch: Any) -> Sequence[Any]:
     if isinstance(batch, Mapping):
         return list(batch.values())
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        # Fields with `init=False` are computed by the class, and `dataclasses.replace` rejects them.
         return [getattr(batch, field.name) for field in dataclasses.fields(batch) if field.init]
     return ()
 
@@ -245,6 +281,10 @@ def _with_parts(batch: Any, parts: Sequence[Any]) -> Any:
         changed = dict(zip(batch, parts, strict=True))
         if type(batch) is dict or not isinstance(batch, MutableMapping):
             return changed
+        if dataclasses.is_dataclass(type(batch)):
+            # The outputs of transformers are both, and reject `update`.
+            both: Any = batch
+            return dataclasses.replace(both, **changed)
         # Mappings of other libraries have attributes besides their items, so copy the object.
         clone = copy.copy(batch)
         clone.update(changed)
@@ -258,6 +298,7 @@ def _with_parts(batch: Any, parts: Sequence[Any]) -> Any:
 
 
 def _array_lengths(batch: Any) -> Iterator[int]:
+    """Yield the first size of each tensor and array in a batch, depth first."""
     if isinstance(batch, (Tensor, np.ndarray)):
         if batch.ndim:
             yield int(batch.shape[0])
@@ -270,9 +311,11 @@ def _array_lengths(batch: Any) -> Iterator[int]:
 
 
 def _list_lengths(batch: Any) -> Iterator[int]:
+    """Yield the length of each flat list in a batch that holds neither arrays nor structures, depth first."""
     parts = _parts(batch)
     for part in parts:
         yield from _list_lengths(part)
+    # A flat list of strings or numbers counts; the parts of other lists were searched above.
     structured = any(isinstance(part, (Tensor, np.ndarray)) or _parts(part) for part in parts)
     if isinstance(batch, (list, tuple)) and not structured and any(part is not None for part in parts):
         yield len(batch)

@@ -39,6 +39,7 @@ def digits(split: Sequence[float] = (0.7, 0.15, 0.15), seed: int = 0) -> tuple[T
     if not split or min(split) < 0 or sum(split) > 1 + 1e-9:
         raise DataError(f"split: expected shares that add up to at most 1, got {tuple(split)}")
     bunch = require("sklearn.datasets", "datasets").load_digits()
+    # Pixels are whole numbers from 0 to 16.
     images = torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(bunch.target, dtype=torch.int64)
 
@@ -51,6 +52,7 @@ def digits(split: Sequence[float] = (0.7, 0.15, 0.15), seed: int = 0) -> tuple[T
         cuts = [round(bound * len(members)) for bound in bounds]
         for part, (first, last) in zip(parts, itertools.pairwise(cuts), strict=True):
             part.append(members[first:last])
+    # In the original order, not grouped by digit.
     indices = [torch.cat(part).sort().values for part in parts]
     return tuple(TensorDataset(images[chosen], labels[chosen]) for chosen in indices)
 
@@ -168,6 +170,7 @@ class LeafSynthetic:
     def model(self, client_id: int) -> tuple[Tensor, Tensor]:
         """Return W, of shape (60, 10), and b of the model that labels a client's samples."""
         rng = self._generator(client_id)
+        # Drawn and dropped: in the random numbers of a client the number of samples comes before the model.
         self._num_samples(rng)
         weight, bias = self._model(rng)
         return torch.from_numpy(weight), torch.from_numpy(bias)
@@ -186,11 +189,13 @@ class LeafSynthetic:
 
     def _model(self, rng: np.random.Generator) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         if self.iid:
+            # Ids count from 1, so 0 is the seed of the shared model.
             rng = np.random.default_rng((self.seed, 0))
         mean = 0.0 if self.iid else rng.normal(0, self.alpha)
         return rng.normal(mean, 1, (_FEATURES, _CLASSES)), rng.normal(mean, 1, _CLASSES)
 
     def _samples(self, client_id: int) -> tuple[Tensor, Tensor]:
+        """Return all inputs and labels of a client, training and test samples together."""
         rng = self._generator(client_id)
         num_samples = self._num_samples(rng)
         weight, bias = self._model(rng)

@@ -129,6 +129,7 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _state(source: Source) -> Any:
+    """Return the state of a generator as plain values."""
     if isinstance(source, torch.Generator):
         # Bytes, because a tensor in a queue between processes costs a block of shared memory.
         return source.get_state().numpy().tobytes()
@@ -140,6 +141,7 @@ def _state(source: Source) -> Any:
 
 
 def _restore(source: Source, state: Any, path: str) -> None:
+    """Set the state of a generator; raise with its path if the state belongs to another kind."""
     try:
         if isinstance(source, torch.Generator):
             source.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))

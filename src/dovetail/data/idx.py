@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dovetail.errors import DataError
 
+# The code of an element type in the header, and NumPy's name. All numbers are big-endian.
 _TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 _CHUNK = 1 << 20
 
@@ -34,6 +35,7 @@ def read_idx(path: str | os.PathLike[str]) -> Tensor:
 
 
 def _read(file: BinaryIO, path: Path) -> Tensor:
+    """Return the array of an open IDX file: type and sizes from the header, then the elements."""
     head = file.read(4)
     if len(head) < 4 or head[:2] != b"\0\0" or head[2] not in _TYPES or not head[3]:
         raise DataError(f"{path}: expected an IDX file, which starts with 0, 0, a type and a number of dimensions")

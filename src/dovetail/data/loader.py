@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
@@ -11,7 +10,6 @@ from functools import partial
 from itertools import islice
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
-import numpy as np
 import torch
 import torch.utils.data as torch_data
 from torch import Generator, Tensor
@@ -27,7 +25,7 @@ from torch.utils.data import (
 )
 
 from dovetail.data.slicing import Rows, rows_in_memory
-from dovetail.data.workers import WorkerStates
+from dovetail.data.workers import WorkerStates, seed_generators
 from dovetail.errors import DataError
 from dovetail.runtime.seeds import derive_seed
 
@@ -183,7 +181,11 @@ class DataLoader(torch_data.DataLoader[T_co]):
         if _is_stream(loader.dataset):
             order: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
         elif loader.batch_size is None and loader.batch_sampler is not None:
-            order = {"batch_sampler": loader.batch_sampler}
+            batches = loader.batch_sampler
+            order = {"batch_sampler": batches}
+            if type(batches) is BatchSampler:
+                # Torch forms the same batches from these, and tensors in memory can then be sliced.
+                order = {"batch_size": batches.batch_size, "sampler": batches.sampler, "drop_last": batches.drop_last}
         else:
             order = {"batch_size": loader.batch_size, "sampler": loader.sampler, "drop_last": loader.drop_last}
         given_seed = seed
@@ -402,7 +404,7 @@ class DataLoader(torch_data.DataLoader[T_co]):
 
     # Batches in memory
 
-    def _sliced_batches(self, rows: Rows, start: int) -> Iterator[list[Tensor]]:
+    def _sliced_batches(self, rows: Rows, start: int) -> Iterator[Any]:
         assert self.batch_size is not None
         # Torch draws a seed for its workers even if there are none, so draw one here, too.
         if not self._workers_seeded and not self._seeded:
@@ -483,14 +485,8 @@ _NO_WORKERS = WorkerStates(0)
 _IN_WORKERS = 2
 
 # Samplers without epochs. Listed, because a check of the protocol is slow.
-_TORCH_SAMPLERS = (
-    type(None),
-    SequentialSampler,
-    RandomSampler,
-    BatchSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+_OWN = (SequentialSampler, RandomSampler, BatchSampler, SubsetRandomSampler, WeightedRandomSampler)
+_TORCH_SAMPLERS = (type(None), *_OWN)
 
 
 class _Share(Sampler[Any]):
@@ -543,9 +539,7 @@ class _Seeded:
 
 
 def _seed_worker(indices: Any, seed: int) -> Any:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)
+    seed_generators(seed)
     return indices
 
 

@@ -65,6 +65,7 @@ def lenet5(channels: int = 1, size: int = 28, classes: int = 10) -> nn.Module:
         >>> lenet5()(torch.zeros(3, 1, 28, 28)).shape
         torch.Size([3, 10])
     """
+    # The side of the last feature maps: each pooling halves it, each convolution without padding removes 4 pixels.
     side = (size // 2 - 4) // 2 - 4
     if side < 1:
         raise ConfigError(f"lenet5: expected images of 28 pixels or more on a side, got {size}; cnn takes smaller ones")

@@ -15,6 +15,8 @@ import torch.utils.data as torch_data
 from torch import Generator, Tensor
 from torch.utils.data import Dataset, RandomSampler, SequentialSampler, Subset, SubsetRandomSampler, TensorDataset
 
+from dovetail.data.columns import Columns
+
 # Batches are slices of a copied run of samples. About a megabyte per copy was fastest in measurements: one copy of
 # a whole epoch of MNIST takes five times as long, because all of its memory pages are new to the process; one copy
 # per batch takes up to seven times as long if batches are tiny.
@@ -30,11 +32,13 @@ def rows_in_memory(loader: torch_data.DataLoader[Any]) -> Rows | None:
     sampler = loader.sampler
     dataset: Dataset[Any] = loader.dataset
     chosen: Tensor | None = None
+    # Exact classes: a subclass may choose or order the samples in another way.
     if type(sampler) is SubsetRandomSampler:
         chosen = _row_numbers(sampler.indices, dataset)
         if chosen is None:
             return None
     elif type(sampler) is RandomSampler:
+        # With these settings torch draws something else than one permutation of all rows.
         if sampler.replacement or len(sampler) != len(sampler.data_source) or _reads_other(sampler, dataset):
             return None
     elif type(sampler) is not SequentialSampler or _reads_other(sampler, dataset):
@@ -45,9 +49,14 @@ def rows_in_memory(loader: torch_data.DataLoader[Any]) -> Rows | None:
             return None
         chosen = outer if chosen is None else outer[chosen]
         dataset = dataset.dataset
-    if type(dataset) is not TensorDataset or not all(map(_is_plain, dataset.tensors)):
+    names: tuple[str, ...] | None = None
+    if type(dataset) is TensorDataset:
+        tensors = dataset.tensors
+    elif type(dataset) is Columns:
+        names, tensors = tuple(dataset.columns), tuple(dataset.columns.values())
+    else:
         return None
-    return Rows(dataset.tensors, chosen)
+    return Rows(tensors, chosen, names) if all(map(_is_plain, tensors)) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +66,20 @@ class Rows:
     Attributes:
         tensors: One tensor per field of a sample.
         chosen: The rows that are samples; `None` means all rows in their order.
+        names: The names of the fields, for batches that are dictionaries; `None` for batches that are lists.
     """
 
     tensors: tuple[Tensor, ...]
     chosen: Tensor | None
+    names: tuple[str, ...] | None = None
 
     def order(self, sampler: object) -> Tensor | None:
         """Draw the rows of one epoch as `sampler` would; `None` means all rows in their order."""
         if not isinstance(sampler, (RandomSampler, SubsetRandomSampler)):
             return self.chosen
         generator = sampler.generator
+        # As in torch: a `RandomSampler` draws a seed from the global generator and the permutation from a new one, a
+        # `SubsetRandomSampler` draws the permutation from the global one.
         if generator is None and isinstance(sampler, RandomSampler):
             generator = Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
         order = torch.randperm(len(sampler), generator=generator)
@@ -79,6 +92,7 @@ class Rows:
         num_full, remainder = divmod(len(order), batch_size)
         full = order[: len(order) - remainder].view(num_full, batch_size)
         own = full[rank::num_replicas].flatten()
+        # The last, shorter batch belongs to the rank that follows the rank of the last full one.
         return torch.cat([own, order[len(order) - remainder :]]) if num_full % num_replicas == rank else own
 
     def batches(
@@ -90,7 +104,7 @@ class Rows:
         drop_last: bool,
         start: int,
         pin_memory: bool,
-    ) -> Iterator[list[Tensor]]:
+    ) -> Iterator[Any]:
         """Yield the rows in batches, starting with batch `start`.
 
         `draw_order` is called for the first batch and returns the rows to use; None means all. `close_order` is called
@@ -105,12 +119,15 @@ class Rows:
             runs = self._copied(order, first, min(first + length, end), pin_memory)
             columns = [_cut(run, batch_size) for run in runs]
             for batch in zip(*columns, strict=True):
-                yield list(batch)
+                yield list(batch) if self.names is None else dict(zip(self.names, batch, strict=True))
         close_order()
+        # Unless the skipped batches include the last, shorter one.
         if start * batch_size <= end < count and not drop_last:
-            yield self._copied(order, end, count, pin_memory)
+            rest = self._copied(order, end, count, pin_memory)
+            yield rest if self.names is None else dict(zip(self.names, rest, strict=True))
 
     def _copied(self, order: Tensor | None, first: int, last: int, pin_memory: bool) -> list[Tensor]:
+        """Return copies of some rows of all tensors, in the given order."""
         # Always a copy, like torch's collation: changing a batch in place must not change the dataset.
         if order is None:
             contiguous = torch.contiguous_format
@@ -122,6 +139,7 @@ class Rows:
 
 
 def _cut(run: Tensor, batch_size: int) -> Sequence[Tensor]:
+    """Divide copied rows into batches that can be changed independently."""
     # Ordinary views share one version counter: changing a batch in place would then break the backward pass of
     # other batches.
     batches = torch.unsafe_split(run, batch_size)
@@ -146,6 +164,7 @@ def _row_numbers(indices: Sequence[int], dataset: Dataset[Any]) -> Tensor | None
 
 
 def _is_plain(tensor: Tensor) -> bool:
+    """Return whether slicing a tensor gives the batches that torch's collation would build."""
     return (
         type(tensor) is Tensor
         and tensor.device.type == "cpu"

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from types import FunctionType
 from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Sampler, Subset, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from dovetail.data.columns import Columns
+from dovetail.data.forms import DataForm, are_tensors, as_tensor
 from dovetail.data.loader import DataLoader
+from dovetail.data.streams import as_stream_loader
 from dovetail.errors import DataError
 
 
@@ -52,13 +55,17 @@ def as_loader(
     pin_memory: bool = False,
     num_replicas: int = 1,
     rank: int = 0,
+    form: DataForm | None = None,
 ) -> Iterable[Any]:
     """Return an iterable of batches for data of any supported form.
 
     Args:
         data: A torch `Dataset`, or any other object with samples by index, such as one of Hugging Face; a tensor or
-            NumPy array; a tuple of them with equal first dimension; or an iterable of batches (any loader, a list),
-            which is returned unchanged, without the options below.
+            NumPy array; a tuple of them with equal first dimension, or a dictionary of them; a data frame of pandas or
+            polars; a list of samples, such as pairs with one number as the target; or an iterable of batches (any
+            loader, any other list), which is returned unchanged, without the options below. A stream,
+            of one of the libraries that `as_stream` recognizes or with the methods of `Stream`, is read by a
+            `StreamLoader`.
         batch_size: Samples per batch.
         shuffle: Whether to draw a new order every epoch. Ignored for a stream and for a torch sampler.
         drop_last: Whether to leave out a last batch that is not full.
@@ -70,34 +77,52 @@ def as_loader(
         pin_memory: Whether batches are in pinned memory if there is an accelerator.
         num_replicas: Number of ranks that share the batches.
         rank: The rank of this process among them.
+        form: How frames, dictionaries and arrays become tensors, such as which column is the target; `None` means by
+            the usual names, and the types of the arrays.
 
     Raises:
         DataError: `data` or `sampler` has none of the forms above, or there are no samples to shuffle.
 
     Example:
+        >>> import torch
         >>> loader = as_loader((torch.zeros(5, 2), torch.arange(5)), batch_size=3, sampler=[4, 2, 0, 1])
         >>> [labels.tolist() for _, labels in loader]
         [[4, 2, 0], [1]]
     """
+    # Mappings and data frames have a method `get` as well, but are no sources of samplers.
     if sampler is not None and isinstance(sampler, SamplerSource) and not isinstance(sampler, (Mapping, _Table)):
         sampler = sampler.get()
+    if not are_tensors(data):
+        data = (form or DataForm(collates=collate_fn is not None)).convert(data)
     if isinstance(data, (tuple, Tensor, np.ndarray)):
+        # In memory, so workers would only copy the data between processes.
         dataset: Dataset[Any] = _tensor_dataset(data if isinstance(data, tuple) else (data,))
         num_workers = 0
-    elif isinstance(data, Dataset) or (holds_samples(data) and not isinstance(data, _Table)):
-        dataset = data
+    elif isinstance(data, Dataset) or (holds_samples(data, collate_fn) and not isinstance(data, _Table)):
+        dataset = cast("Dataset[Any]", data)
+        num_workers = 0 if isinstance(data, Columns) else num_workers
     elif isinstance(data, Iterable) and not isinstance(data, (str, bytes, Mapping, _Table)):
         if sampler is not None:
             raise DataError(f"sampler: a {type(data).__name__} holds batches already; give the dataset instead")
-        return data
+        return as_stream_loader(data) or data
     else:
         raise DataError(
-            "data: expected a Dataset, a tensor or array, a tuple of those, or an iterable of batches, "
-            f"got {_shown(data)}"
+            "data: expected a Dataset, a DataFrame, a tensor or array, a tuple or dictionary of those, a list of "
+            f"samples, or an iterable of batches, got {_shown(data)}"
         )
     if isinstance(dataset, IterableDataset):
         if sampler is not None:
             raise DataError(f"sampler: the stream {type(dataset).__name__} has no indices to sample")
+        streamed = as_stream_loader(
+            dataset,
+            batch_size=batch_size,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            drop_last=drop_last,
+            pin_memory=pin_memory,
+        )
+        if streamed is not None:
+            return streamed if num_replicas == 1 else streamed.share(rank, num_replicas, seed or 0)
         shuffle = False
     elif sampler is not None:
         if isinstance(sampler, Sampler):
@@ -128,22 +153,28 @@ def as_loader(
         raise
 
 
-def holds_samples(data: Any) -> bool:
+def holds_samples(data: Any, collate_fn: Any = None) -> bool:
     """Return whether `data` consists of samples; otherwise it consists of batches, like a list or a loader.
 
+    With a function that forms batches, a list holds samples.
+
     Example:
-        >>> holds_samples(torch.zeros(3)), holds_samples([torch.zeros(3)])
+        >>> holds_samples(np.zeros(3)), holds_samples([np.zeros(3)])
         (True, False)
     """
     if isinstance(data, (Dataset, tuple, Tensor, np.ndarray)):
         return True
+    if isinstance(data, list) and collate_fn is not None:
+        return True
+    # A list is a sequence of batches. An object with indices that is no sequence is a dataset, as in Hugging Face.
     return isinstance(data, _Indexed) and not isinstance(data, (Sequence, Mapping))
 
 
 def is_one_shot(data: Any) -> bool:
     """Return whether `data` can be iterated only once, like Python's generators and iterators.
 
-    An object of another class whose `__iter__` returns the object itself may restart, so the result is False for it.
+    An object of a class in Python whose `__iter__` returns the object itself may restart, so the result is False for
+    it.
 
     Example:
         >>> is_one_shot(iter([1, 2])), is_one_shot([1, 2])
@@ -151,7 +182,7 @@ def is_one_shot(data: Any) -> bool:
     """
     if isinstance(data, _BaseDataLoaderIter):
         return True
-    return isinstance(data, Iterator) and type(data).__module__ in ("builtins", "itertools")
+    return isinstance(data, Iterator) and not isinstance(type(data).__iter__, FunctionType)
 
 
 def num_batches(loader: Iterable[Any]) -> int | None:
@@ -177,10 +208,9 @@ def _tensor_dataset(arrays: Sequence[Any]) -> TensorDataset:
 
 
 def _tensor(array: Any) -> Tensor:
+    """Return a tensor from a tensor or a numeric array, without a copy if possible."""
     if isinstance(array, np.ndarray) and array.dtype.kind in "biufc":
-        # Torch does not support foreign byte orders and negative strides, and warns about read-only arrays.
-        native = array.astype(array.dtype.newbyteorder("="), copy=False)
-        array = torch.from_numpy(np.require(native, requirements=["C", "W"]))
+        array = as_tensor(array)
     if not isinstance(array, Tensor) or not array.ndim:
         raise DataError(
             "data: expected tensors or numeric arrays with samples along their first dimension, "
@@ -190,6 +220,7 @@ def _tensor(array: Any) -> Tensor:
 
 
 def _indices(sampler: Any, dataset: Dataset[Any]) -> Sequence[int]:
+    """Return the indices of a sampler that is a sequence or an array; raise if one is outside of the dataset."""
     if not isinstance(sampler, (str, bytes)) and isinstance(sampler, (Sequence, np.ndarray, Tensor)):
         indices = np.asarray(sampler)
         if indices.ndim == 1 and (indices.size == 0 or indices.dtype.kind in "iu"):

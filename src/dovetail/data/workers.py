@@ -7,10 +7,12 @@ generators must be set to the states that the workers of the first run had reach
 from __future__ import annotations
 
 import random
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ from dovetail.data.generators import (
     set_generator_states,
     set_global_states,
 )
+from dovetail.errors import add_note
 
 State = dict[str, Any]
 
@@ -65,6 +68,7 @@ class WorkerStates:
         """Make workers that `loader` starts in the block restore their states, and send them with every batch."""
         collate_fn, worker_init_fn = loader.collate_fn, loader.worker_init_fn
         stamping = _Stamping(collate_fn, self._keeps_global)
+        # Torch passes these two functions to the workers when it starts them.
         loader.collate_fn = stamping
         loader.worker_init_fn = _Initialization(worker_init_fn, stamping, list(self.states), self._offset)
         try:
@@ -74,7 +78,7 @@ class WorkerStates:
 
     def unstamped(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of workers that were started in `installed`, and record their states."""
-        for stamped in batches:
+        for stamped in _locating_errors(batches):
             if not isinstance(stamped, _Stamped):
                 # The loader started its workers before `installed`.
                 yield stamped
@@ -90,6 +94,30 @@ class WorkerStates:
                     stacklevel=2,
                 )
             yield stamped.batch
+
+
+def _locating_errors(batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield the batches of workers; an error in a worker gets a note with the line that raised it."""
+    try:
+        yield from batches
+    except Exception as error:
+        text = "\n".join(map(str, error.args))
+        if "in DataLoader worker process" in text:
+            # Torch sends the traceback as text, in which the last line of the user's code is hard to find.
+            places = [found for found in _PLACE.finditer(text) if _TORCH not in found["file"]]
+            if places:
+                last = places[-1]
+                add_note(
+                    error,
+                    f"raised in a data worker: {last['file']}, line {last['line']}, in {last['name']}; num_workers=0 "
+                    "reads the data in this process, where a debugger works",
+                )
+        raise
+
+
+# A line of a traceback, and the folder of torch, whose lines call the user's dataset.
+_PLACE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)')
+_TORCH = str(Path(torch.__file__).parent)
 
 
 @dataclass(slots=True)
@@ -125,6 +153,7 @@ class _Stamping:
             self._sources = self.find_generators()
         state = global_states() if self._keeps_global else {}
         state |= {_PRIVATE + path: it for path, it in generator_states(self._sources).items()}
+        # Only changes are sent: the state of Python's or NumPy's generator alone has 2.5 kB.
         changes = {name: it for name, it in state.items() if self._sent.get(name) != it}
         self._sent = state
         lost, self.lost = self.lost, []
@@ -157,9 +186,17 @@ class _Initialization:
             _take_role(role)
         if self.worker_init_fn is not None:
             self.worker_init_fn(role)
+        # After the user's `worker_init_fn`, which may seed the generators.
         state = self.states[role]
         if state is not None:
             self.stamping.restore(state)
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the global generators from which samples draw on the CPU."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
 
 
 _PRIVATE = "private."
@@ -168,6 +205,7 @@ _PRIVATE = "private."
 def _take_role(role: int) -> None:
     """Give this worker the number and the seed with which torch would have started worker `role`."""
     worker = _worker()
+    # Torch gives worker i the seed `base_seed + i`.
     base_seed = worker.seed - worker.id
     # Torch's class forbids assignments, but datasets may derive seeds from these two attributes.
     object.__setattr__(worker, "id", role)
