@@ -48,6 +48,7 @@ __all__ = [
     "seed_everything",
 ]
 
+# The module of each name that `__getattr__` imports when the name is first used.
 _HOMES = {
     "DataLoader": "dovetail.data",
     "History": "dovetail.history",
@@ -57,6 +58,7 @@ _HOMES = {
     "TrialContext": "dovetail.pytorch.context",
     "seed_everything": "dovetail.trainers",
 }
+# Packages that are attributes after `import dovetail` alone.
 _PACKAGES = ("callbacks", "checkpoint", "core", "data", "history", "pytorch", "trainers")
 
 

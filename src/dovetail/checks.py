@@ -44,6 +44,7 @@ class ConfigErrors(ConfigError):  # noqa: N818 - it holds several errors
         self.problems = problems
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # Pickle would otherwise pass the joined message as the list of problems.
         return type(self), (self.problems,)
 
 
@@ -81,6 +82,7 @@ class Problems:
 
     def add(self, keys: _Keys, sentence: str) -> None:
         """Add a mistake."""
+        # From the longest path to the shortest: a setting may have set the key itself or a section around it.
         for length in range(len(keys), 0, -1):
             if (setting := self._given.get(keys[:length])) is not None:
                 # The setting contains all keys of the mistake, or only the first ones.
@@ -145,6 +147,7 @@ def read_section(
             if key.default is REQUIRED:
                 problems.append(Problem((name,), f"missing: {key.hint}" if key.hint else "missing"))
             else:
+                # A copy, because the caller may change a default that is a list or a mapping.
                 values[name] = copy.copy(key.default)
             continue
         try:
@@ -152,6 +155,7 @@ def read_section(
         except Refused as refusal:
             problems.append(Problem((name,), f"{refusal}, got {_shown(given)}"))
             if key.default is not REQUIRED:
+                # Continue with the default, so that all mistakes of the section are found at once.
                 values[name] = copy.copy(key.default)
     return values
 
@@ -187,6 +191,7 @@ def override(config: Any, setting: str, given: dict[_Keys, str]) -> list[Problem
         return [Problem((), f"{setting}: expected a value such as 4, relu or [1, 2], got {value!r}: quote it")]
     section = config
     for depth, key in enumerate(keys[:-1]):
+        # A section that is missing or empty in the file.
         if section.get(key) is None:
             section[key] = {}
         section = section[key]
@@ -228,6 +233,7 @@ def whole(least: int = -LIMIT, most: int = LIMIT) -> Check:
 
     def check(value: Any) -> int:
         is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        # Python counts true and false as whole numbers.
         if isinstance(value, bool) or not is_whole:
             raise Refused(f"expected a whole number{bounds}")
         if not least <= value <= most:
@@ -285,6 +291,7 @@ def unit(least: int) -> Check:
     def check(value: Any) -> TrainUnit:
         given = value if isinstance(value, Mapping) else {"batches": value}
         try:
+            # Several keys, a wrong number (`Refused`) and an unknown unit are all ValueErrors.
             ((name, count),) = given.items()
             return parse_unit({name: whole(least)(count)})
         except ValueError as error:

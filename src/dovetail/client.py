@@ -1,4 +1,4 @@
-"""The client that a trainer works for in a federation: its identity, state and payload."""
+"""Federated client that a trainer works for: its identity, state and payload."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ class ClientContext:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the part that checkpoints store: the state of the client."""
+        # A federation sets the other fields again before every task.
         return self.state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

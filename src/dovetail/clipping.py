@@ -49,6 +49,7 @@ class Clipping:
                 f"{self.owner}: expected exactly one positive limit, max_norm or max_value, "
                 f"got max_norm={self.max_norm!r} and max_value={self.max_value!r}"
             )
+        # `not … > 0` also rejects NaN.
         if not self.limit > 0:
             name = "max_norm" if self.max_value is None else "max_value"
             raise ConfigError(f"{self.owner}: {name}: expected a number above 0, got {self.limit!r}")
@@ -71,6 +72,7 @@ class Clipping:
         parameters = list(chain.from_iterable(map(_PARAMETERS, optimizer.param_groups)))
         if self.max_norm is not None:
             return clip_grad_norm_(parameters, self.max_norm, self.norm_type)
+        # Before clipping, which changes the gradients in place.
         size = get_total_norm([it.grad for it in parameters if it.grad is not None], torch.inf)
         clip_grad_value_(parameters, self.limit)
         return size

@@ -69,6 +69,7 @@ class Config(dict[str, Any]):
         return f"{place.file or self._file}:{place.line}:{place.column}"
 
     def __getattr__(self, name: str) -> Any:
+        # plato's users read settings as attributes of a global `Config`.
         raise AttributeError(f"Config has no attribute {name!r}: {_NO_GLOBAL_CONFIG}")
 
 
@@ -92,7 +93,9 @@ def load_config(path: str | os.PathLike[str], *, includes: bool = False) -> Conf
 
 
 def _read_text(path: str | os.PathLike[str], file: str) -> str:
+    """Return the text of a file; raise if it is too long or not UTF-8."""
     with Path(path).open("rb") as stream:
+        # One byte more than allowed is enough to see that the file is too long.
         content = stream.read(_MAX_BYTES + 1)
     if len(content) > _MAX_BYTES:
         raise ConfigError(f"{file}: expected a file of at most {_MAX_BYTES} bytes, got more")
@@ -168,7 +171,7 @@ def hyperparameters(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def names_trial_class(text: str) -> bool:
-    """Whether an entrypoint is a trial class and not a script or a command.
+    """Return whether an entrypoint is a trial class and not a script or a command.
 
     Example:
         >>> names_trial_class("model_def:MyTrial"), names_trial_class("train.py")
@@ -200,6 +203,7 @@ def trial_length(config: Mapping[str, Any]) -> TrainUnit | None:
 
 
 def _constant(config: Mapping[str, Any], keys: tuple[str, ...], value: Any) -> Any:
+    """Return the value of a hyperparameter, or of a mapping of them; raise if a search must choose it."""
     if not isinstance(value, Mapping):
         return copy.deepcopy(value)
     if "type" not in value:
@@ -265,6 +269,7 @@ class _Reader:
     def document(self) -> _Part:
         """Return the only document of the text; its value is None if the text is empty."""
         try:
+            # The events of a text are: stream start, document start, the value, document end, stream end.
             next(self._events)
             if isinstance(next(self._events), yaml.StreamEndEvent):
                 return _Part(None, _Place(1, 1))
@@ -286,12 +291,14 @@ class _Reader:
         return document
 
     def _part(self, event: Any, depth: int) -> _Part:
+        """Return the value that starts with an event: a scalar, a list, a mapping, an alias or an included file."""
         if depth > _MAX_DEPTH:
             self._refuse(event, f"expected at most {_MAX_DEPTH} levels, got more")
         if isinstance(event, yaml.AliasEvent):
             return self._alias(event, depth)
         if event.tag == "!include" and self._files:
             return self._included(event, depth)
+        # A tag can name a Python class, so no other tag is accepted.
         if event.tag is not None:
             self._refuse(event, f"expected a plain value, got the tag {event.tag!r}")
         self._count(event, 1)
@@ -311,9 +318,11 @@ class _Reader:
         relative = Path(wanted)
         if not wanted or relative.is_absolute() or ".." in relative.parts:
             self._refuse(event, f"!include: expected a file below the folder of this file, got {wanted or 'nothing'!r}")
+        # Resolved, because a symbolic link could lead out of the folder.
         path = (self._files[-1].parent / relative).resolve()
         if not path.is_relative_to(self._files[0].parent):
             self._refuse(event, f"!include: {wanted!r} leads out of the folder of the configuration")
+        # `_files` is the chain of files from the first one to this one, so a cycle is found here.
         if path in self._files:
             self._refuse(event, f"!include: {wanted!r} includes itself")
         if len(self._files) > _MAX_INCLUDES:
@@ -332,11 +341,14 @@ class _Reader:
         return _Part(part.value, part.place.within(name), part.num_values, part.depth)
 
     def _alias(self, event: Any, depth: int) -> _Part:
+        """Return a copy of the value that an alias refers to."""
+        # An anchor is stored when its value is complete, so a value cannot contain itself.
         part = self._anchors.get(event.anchor)
         if part is None:
             self._refuse(event, f"expected an anchor &{event.anchor} that ends before *{event.anchor}, got none")
         if depth + part.depth - 1 > _MAX_DEPTH:
             self._refuse(event, f"expected at most {_MAX_DEPTH} levels, got more")
+        # An alias costs one line and repeats all values of its anchor: nested aliases grow exponentially.
         self._count(event, part.num_values)
         # Copied, so that a change of one value does not change the other.
         return _Part(copy.deepcopy(part.value), part.place, part.num_values, part.depth)
@@ -349,12 +361,14 @@ class _Reader:
         return _joined([part.value for part in parts], _place(start, places), parts)
 
     def _mapping(self, start: Any, depth: int) -> _Part:
+        """Return a mapping with the places of its keys; the entries after `<<` are defaults."""
         values: dict[str, Any] = {}
         places: dict[str | int, _Place] = {}
         parts: list[_Part] = []
         merged: list[tuple[str, Any, _Place]] | None = None
         while not isinstance(event := next(self._events), yaml.MappingEndEvent):
             key = self._key(event)
+            # A quoted "<<" is an ordinary key.
             is_merge = key == "<<" and event.style is None
             if merged is not None if is_merge else key in values:
                 self._refuse(event, f"the key {key!r} occurs twice")
@@ -365,6 +379,7 @@ class _Reader:
             else:
                 values[key] = part.value
                 places[key] = _place(event, part.place.parts)
+        # Keys of the mapping itself take precedence over merged ones, in any order.
         for key, value, place in merged or []:
             values.setdefault(key, value)
             places.setdefault(key, place)
@@ -382,6 +397,7 @@ class _Reader:
         return [(key, value, place.parts[key]) for source, place in sources for key, value in source.items()]
 
     def _key(self, event: Any) -> str:
+        """Return the key of a mapping, which must be text."""
         if not isinstance(event, yaml.ScalarEvent) or event.tag is not None:
             self._refuse(event, "expected text as a key, got something else")
         self._count(event, 1)
@@ -393,7 +409,9 @@ class _Reader:
         return key
 
     def _scalar(self, event: Any) -> Any:
+        """Return the number, word or text of a scalar by the rules of YAML 1.2."""
         text: str = event.value
+        # Quoted text is never a number or a word such as true.
         if event.style is not None:
             return text
         if text in _WORDS:
@@ -421,6 +439,7 @@ class _Reader:
 _DIGITS = r"[0-9]+(?:_[0-9]+)*"
 _INTEGER = re.compile(rf"[-+]?{_DIGITS}|0x[0-9a-fA-F]+|0o[0-7]+")
 _FLOAT = re.compile(rf"[-+]?(?:\.{_DIGITS}|{_DIGITS}(?:\.(?:{_DIGITS})?)?)(?:[eE][-+]?[0-9]+)?")
+# The words of YAML 1.2, which does not include yes, no, on and off.
 _WORDS = {
     form(word): value
     for word, value in (

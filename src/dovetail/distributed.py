@@ -46,7 +46,7 @@ class PeerError(DovetailError):
 
 
 def is_launched() -> bool:
-    """Whether this process is one of several of a run: started by `torchrun`, or already in a process group."""
+    """Return whether this process is one of several of a run: started by `torchrun`, or already in a process group."""
     return dist.is_available() and (dist.is_initialized() or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys())
 
 
@@ -58,7 +58,7 @@ def num_launched() -> int:
 
 
 def is_part(value: Any) -> bool:
-    """Whether a value is a `DTensor`, of which this process holds only a part."""
+    """Return whether a value is a `DTensor`, of which this process holds only a part."""
     # Do not import it here: this takes a second, and the module is imported already if there is a DTensor.
     sharding = sys.modules.get("torch.distributed.tensor")
     return sharding is not None and isinstance(value, sharding.DTensor)
@@ -110,6 +110,7 @@ class Group:
                 means the values of the environment variables that a launcher sets.
         """
         if dist.is_initialized():
+            # Created by an earlier run, or by the user's own code, which has no store for failures.
             return cls(_STORES[-1] if _STORES else None)
         if not _PLACES:
             # One rendezvous per process: joining again after an error must not find a closed one.
@@ -135,6 +136,7 @@ class Group:
             if len(tensors) == 1:
                 dist.all_reduce(tensors[0])
                 return
+            # Started together, so that the sums overlap.
             for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
                 assert work is not None
                 work.wait()
@@ -158,6 +160,7 @@ class Group:
         return [_unpacked(each[:length]) for each, length in zip(messages, lengths, strict=True)]
 
     def _gathered(self, own: bytes, size: int) -> list[bytes]:
+        # `all_gather` needs tensors of equal size.
         padded = torch.frombuffer(bytearray(own.ljust(size, b"\0")), dtype=torch.uint8)
         received = [torch.empty_like(padded) for _ in range(self.size)]
         self._together(lambda: dist.all_gather(received, padded))
@@ -197,6 +200,7 @@ class Group:
         deadline = time.monotonic() + _PATIENCE
         gone, failed = [], []
         try:
+            # Every process that is alive writes this key after a failure; one that does not is gone.
             store.set(f"here/{self.rank}", "")
             for rank in others:
                 if _answers(store, rank, deadline):
@@ -211,7 +215,7 @@ class Group:
                     _answers(store, rank, deadline, "asked")
         except Exception:
             # The store is a thread of the first process, unless a launcher runs it.
-            return "rank 0, where the processes of the run met, is gone"
+            return "rank 0, which hosts the store of the run, does not respond"
         if failed:
             return "; ".join(failed)
         if gone:
@@ -242,7 +246,7 @@ def _leave_at_exit() -> None:
 
 
 def _answers(store: Any, rank: int, deadline: float, word: str = "here") -> bool:
-    """Whether a process writes a key in time, or has reported a failure."""
+    """Return whether a process writes a key in time, or has reported a failure."""
     host, pid = store.get(f"at/{rank}").decode().split() if store.check([f"at/{rank}"]) else ("", "0")
     while not (store.check([f"failed/{rank}"]) or store.check([f"{word}/{rank}"])):
         is_dead = host == socket.gethostname() and not _runs(int(pid))
@@ -254,12 +258,14 @@ def _answers(store: Any, rank: int, deadline: float, word: str = "here") -> bool
 
 def _runs(pid: int) -> bool:
     try:
+        # A zombie has ended, and only its exit code is left.
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
 
 def _packed(message: Mapping[str, Any]) -> bytes:
+    # The length of the JSON text, the text, then all tensors as a safetensors file.
     encoded = encode(message)
     tensors = b"".join(bytes(chunk) for chunk in stream(encoded.blocks))
     return struct.pack("<Q", len(encoded.text)) + encoded.text + tensors

@@ -48,10 +48,15 @@ class UnknownNameError(ConfigError):
 
     def __init__(self, kind: str, given: str, known: Iterable[str], answers: Mapping[str, str] | None = None) -> None:
         names = sorted(known)
+        # The exact name of another library is a better hint than a similar spelling.
         answer = (answers or {}).get(given.lower())
         if answer is None:
-            nearest = difflib.get_close_matches(given.lower(), [name.lower() for name in names], n=1, cutoff=0.5)
-            answer = {name.lower(): name for name in names}[nearest[0]] if nearest else None
+            by_spelling = {name.lower(): name for name in names}
+            # "acc" means "accuracy", though "mcc" has more letters in common.
+            longer = [name for name in by_spelling if len(given) > 2 and name.startswith(given.lower())]
+            similar = difflib.get_close_matches(given.lower(), list(by_spelling), n=1, cutoff=0.5)
+            nearest = longer if len(longer) == 1 else similar
+            answer = by_spelling[nearest[0]] if nearest else None
         hint = "" if answer is None else f": did you mean {answer!r}?" if answer in names else f": {answer}"
         others = f"known: {', '.join(names)}" if names else "there are none"
         super().__init__(f"unknown {kind} {given!r}{hint} ({others})")
@@ -105,6 +110,7 @@ def expect(is_valid: bool, name: str, expected: str, given: object) -> None:
 
 def add_note(error: BaseException, note: str) -> None:
     """Attach a sentence to an error without changing its type or traceback. Python 3.10 does not print it."""
+    # Not `error.add_note`, which Python 3.10 does not have.
     notes: list[str] = getattr(error, "__notes__", [])
     error.__notes__ = [*notes, note]
 
@@ -122,6 +128,7 @@ def misspelled_methods(subclass: type, base: type) -> Iterator[tuple[str, str]]:
         >>> list(misspelled_methods(Mine, Base))
         [('build_validation_dataloader', 'build_validation_data_loader')]
     """
+    # Methods that the subclass does not override: only these can have been meant.
     free = [
         name
         for name, value in vars(base).items()

@@ -21,6 +21,7 @@ def require(module: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
+        # The package is installed, but something that it imports is not: its own error is the right one.
         if error.name is None or not module.startswith(error.name):
             raise
         raise MissingExtraError(

@@ -128,6 +128,7 @@ class TrialInfo:
         return self.config
 
 
+# Names in Determined's class that describe its servers.
 _OF_A_MASTER = {
     *("agent_id", "allocation_id", "cluster_id", "gpu_uuids", "master_cert_file", "master_cert_name", "master_url"),
     *("session_token", "task_id"),
@@ -165,6 +166,7 @@ def note_hparams_read() -> None:
             Path(folder, HPARAMS_READ).touch()
 
 
+# Folders of attempts that have the file, so that it is written once and not at every read.
 _noted: set[str] = set()
 
 
@@ -223,6 +225,7 @@ _TYPES: Mapping[str, tuple[str, bool]] = {
 
 
 def _checked(content: Any, where: str) -> TrialInfo:
+    """Return the information of a parsed file; raise if a field is missing, unknown or of the wrong type."""
     if not isinstance(content, dict):
         raise ConfigError(f"{where}: expected the fields of a trial, got {type(content).__name__}")
     for name in content.keys() - _TYPES.keys():

@@ -57,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _check_script(options.script, options.module)
         hparams = _hparams(config, options.hparam)
         slots = options.slots or _slots(config)
+        # No slots means one process without graphics cards.
         if slots == 0:
             os.environ.update(NO_CARDS)
             slots = 1
@@ -64,6 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"dovetail.launch: {error}", file=sys.stderr)
         return 2
     with TemporaryDirectory(prefix="dovetail-launch-", ignore_cleanup_errors=True) as folder:
+        # Otherwise the script is no trial, and `get_cluster_info` returns None.
         if options.config is not None or hparams:
             os.environ[VARIABLE] = os.path.join(folder, "trial.json")
             write_info(os.environ[VARIABLE], _info(config, hparams, slots))
@@ -76,6 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m dovetail.launch",
         description="Run a script in one or more processes of this machine.",
@@ -129,6 +132,7 @@ def _check_trial_class(name: str, arguments: Sequence[str], config: Mapping[str,
 
 
 def _check_module(name: str, expected: str) -> None:
+    """Raise if a module cannot be found in the current folder or among the installed ones."""
     # `python -m` has done this already, but not a package's command that calls `main`.
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -173,6 +177,7 @@ def _hparams(config: dict[str, Any], given: Sequence[str]) -> dict[str, Any]:
 
 
 def _slots(config: Mapping[str, Any]) -> int:
+    """Return the number of processes that a configuration requests; 1 by default."""
     resources = config.get("resources")
     wanted = resources if isinstance(resources, Mapping) else {}
     # The key is `slots_per_trial` for a trial and `slots` for a job.
@@ -184,6 +189,7 @@ def _slots(config: Mapping[str, Any]) -> int:
 
 
 def _info(config: Mapping[str, Any], hparams: dict[str, Any], slots: int) -> TrialInfo:
+    """Return the information that the script reads with `get_cluster_info`."""
     reproducibility, data = config.get("reproducibility"), config.get("data")
     seed = reproducibility.get("experiment_seed") if isinstance(reproducibility, Mapping) else None
     is_job = bool(config) and not hparams and "searcher" not in config
@@ -202,11 +208,13 @@ def _info(config: Mapping[str, Any], hparams: dict[str, Any], slots: int) -> Tri
 
 
 def _run_here(script: str, is_module: bool, arguments: Sequence[str]) -> int:
+    """Run a script or module in this process as `__main__`, and return its exit code."""
     sys.argv = [script, *arguments]
     try:
         if is_module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
+            # As `python SCRIPT` does.
             sys.path.insert(0, str(Path(script).resolve().parent))
             runpy.run_path(script, run_name="__main__")
     except SystemExit:
@@ -224,7 +232,7 @@ def _run_here(script: str, is_module: bool, arguments: Sequence[str]) -> int:
 
 
 def _is_about_another(error: BaseException) -> bool:
-    """Whether an error only reports that another process has failed; that process prints its own error."""
+    """Return whether an error only reports that another process has failed; that process prints its own error."""
     # The module is imported already if there is such an error.
     distributed = sys.modules.get("dovetail.distributed")
     return distributed is not None and isinstance(error, distributed.PeerError)
@@ -239,6 +247,7 @@ def _from_script_on(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def _run_workers(program: Sequence[str], slots: int, restarts: int, folder: str) -> int:
+    """Run a command in several processes, and return the exit code of the first one that failed."""
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_process(slots)))
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -250,8 +259,10 @@ def _run_workers(program: Sequence[str], slots: int, restarts: int, folder: str)
     if isinstance(outcome, int):
         return 128 + outcome
     codes = [failure.exitcode for _, failure in sorted(outcome.failures.items())]
+    # Processes with these two codes ended because another one had failed.
     own = [code for code in codes if code not in (_AFTER_ANOTHER, -signal.SIGTERM)]
     code = (own or codes or [0])[0]
+    # A process that a signal ended has the negative number of the signal.
     return code if code >= 0 else 128 - code
 
 

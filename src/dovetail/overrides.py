@@ -29,6 +29,7 @@ def reject_lost_overrides(kind: type[Any], answers: Mapping[str, str]) -> None:
     """
     for name, answer in answers.items():
         classes = [base for base in kind.__mro__ if name in vars(base)]
+        # If a class of this library defines the method as well, this library calls it.
         if classes and not any(map(is_ours, classes)):
             raise ConfigError(f"{kind.__name__}.{name}: it is never called here: {answer}")
 

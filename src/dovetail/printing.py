@@ -12,6 +12,7 @@ from html import escape
 _UNSAFE = re.compile(
     "[\x00-\x1f\x7f-\x9f\N{ARABIC LETTER MARK}\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
+# The same without tab, line feed and carriage return.
 _UNSAFE_IN_LOGS = re.compile(_UNSAFE.pattern.replace("\x00-\x1f", "\x00-\x08\x0b\x0c\x0e-\x1f"))
 
 

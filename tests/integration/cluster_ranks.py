@@ -1,6 +1,6 @@
 """A trial of two processes on two nodes: they meet, and the first of them reports what they know together.
 
-They save once, and then wait for as long as the file of their argument names the step that they have begun after.
+They save once, and then wait for as long as the file of their argument names the step that they started after.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A trial without torch: it goes down a parabola and saves after every step, so that it can go on anywhere.
+"""A trial without torch: it descends a parabola and saves after every step, so that it can resume anywhere.
 
 It waits before a step for as long as the file of its argument names that step.
 """

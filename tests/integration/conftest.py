@@ -28,7 +28,7 @@ def run_group() -> RunGroup:
 
 @pytest.fixture(scope="session")
 def light_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Processes of Ray that begin sooner, and send nothing to anybody."""
+    """Ray processes that start faster and send no usage reports."""
     light = tmp_path_factory.mktemp("light")
     # Imported by every one of them, if it is there: a grammar that takes three quarters of their start to build.
     (light / "rfc3987_syntax.py").write_text("raise ImportError\n")

@@ -1,9 +1,9 @@
-"""Runs small experiments whose runner kills itself at one of its own operations; the next runner ends them.
+"""Runs small experiments whose runner kills itself at one of its operations; the next runner ends them.
 
     python dying_runner.py FOLDER STRIDE
 
 Every operation on the store and every start of a process is one to die at, or every n-th. Prints a line of JSON for
-each experiment; the first is of one that nobody has disturbed. Modules are imported once, and processes forked.
+each experiment; the first is of an undisturbed one. Modules are imported once, and processes forked.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ data: {ledger: LEDGER, fails_once: true}
 
 
 def run(home: Path, experiment_id: int, die_at: int | None) -> int:
-    """Run an experiment in a process of its own, and return its exit code."""
+    """Run an experiment in a separate process, and return its exit code."""
     child = os.fork()
     if child == 0:
         store, backend = Store.open(home), LocalBackend()

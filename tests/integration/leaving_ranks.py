@@ -22,7 +22,7 @@ def write_threads(file: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    # What is registered first is called last, when the group was left.
+    # The first registered function is called last, after the group was destroyed.
     atexit.register(write_threads, Path(sys.argv[1]) / f"{os.environ['RANK']}.json")
     inputs = torch.randn(16, 4)
     trainer = DDPTrainer(Trainer(nn.Linear(4, 2), "cpu", batch_size=4, verbose=False))

@@ -49,7 +49,7 @@ def alone(privacy: dict[str, Any], **settings: Any) -> Any:
 
 
 def privacy_outside(privacy: dict[str, Any], **settings: Any) -> Any:
-    # The seeds differ: that of the first process is everybody's.
+    # The seeds differ; all processes use the seed of the first.
     return PrivateTrainer(DDPTrainer(plain(GLOBAL_BATCH // WORLD, **settings)), **{"noise_seed": 5 + RANK, **privacy})
 
 
@@ -111,7 +111,7 @@ def poisson_sampling(folder: Path) -> Any:
 
 
 @case
-def nobody_drawn(folder: Path) -> Any:
+def empty_draw(folder: Path) -> Any:
     # Less than one sample in an update: often one process has none, and sometimes neither has.
     return agreement(data(160), {"poisson_sampling": True, "sample_rate": 0.005})
 
@@ -140,10 +140,10 @@ def resumed(folder: Path) -> Any:
     for make, poisson in ((privacy_outside, False), (privacy_inside, True)):
         place = folder / make.__name__
         privacy, kept = {"poisson_sampling": poisson}, {"checkpoint_dir": place, "save_every": 3}
-        whole, begun = make(privacy), make(privacy, **kept)
+        whole, started = make(privacy), make(privacy, **kept)
         whole.fit(data(53), max_length=Epochs(2))
-        begun.fit(data(53), max_length=Batches(7))
-        # No seed: the noise goes on from the checkpoint alone.
+        started.fit(data(53), max_length=Batches(7))
+        # No seed: the noise is restored only from the checkpoint.
         second = make({**privacy, "noise_seed": None}, **kept)
         second.fit(data(53), max_length=Epochs(2), resume="auto")
         found[place.name] = [result(whole), result(second)]
@@ -151,10 +151,10 @@ def resumed(folder: Path) -> Any:
 
 
 @case
-def gone_on_alone(folder: Path) -> Any:
-    begun, rest, whole = privacy_outside({}, checkpoint_dir=folder), alone({"noise_seed": None}), alone({})
-    begun.fit(data(53), max_length=Epochs(1))
-    # What is read is written by the first process.
+def resumed_alone(folder: Path) -> Any:
+    started, rest, whole = privacy_outside({}, checkpoint_dir=folder), alone({"noise_seed": None}), alone({})
+    started.fit(data(53), max_length=Epochs(1))
+    # The first process writes the files that are read.
     torch.distributed.barrier()
     rest.fit(data(53), max_length=Epochs(2), resume=folder / "ck_epoch_1_iter_5")
     whole.fit(data(53), max_length=Epochs(2))

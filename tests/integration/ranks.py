@@ -93,7 +93,7 @@ def evaluation(folder: Path) -> Any:
     from torchmetrics.classification import MulticlassF1Score
 
     whole = WholePass(lambda outputs, targets: (outputs[:, 0] * targets).square().mean().sqrt())
-    metrics = {"f1": MulticlassF1Score(2), "share": one_hot_share, "whole": whole}
+    metrics = {"f1": MulticlassF1Score(2), "share": one_hot_share, "whole": whole, "auroc": "auroc"}
     trainer = layer(Trainer(model(), "cpu", metrics=metrics, val_batch_size=2, verbose=False))
     import warnings
 
@@ -132,7 +132,7 @@ def accumulation(folder: Path) -> Any:
 
 @case
 def idle_inside_a_window(folder: Path) -> Any:
-    # The last window has two steps, and in its second one some processes have no batch of their own.
+    # The last window has two steps, and in its second one some processes have no batch.
     return trained(model(), data(42), accumulation_steps=2, gradient_clip=0.1)
 
 
@@ -150,6 +150,14 @@ def counted_items(folder: Path) -> Any:
         return {"loss": (losses * kept).sum() / kept.sum().clamp(min=1), "num_items": kept.sum()}
 
     return trained(model(), data(48), train_step=train_step)
+
+
+@case
+def weights_of_samples_and_classes(folder: Path) -> Any:
+    inputs, targets = data(53)
+    importance = torch.arange(53, dtype=torch.float64) % 5
+    settings = {"sample_weight": True, "class_weight": {1: 3.0}, "accumulation_steps": 2}
+    return trained(model(), (inputs, targets, importance), **settings)
 
 
 @case
@@ -367,7 +375,7 @@ def resumed(folder: Path) -> Any:
 
 @case
 def other_world_size(folder: Path) -> Any:
-    """Two processes leave an epoch in its middle; one and three go on with it."""
+    """Two processes end in the middle of an epoch; one and three processes continue it."""
     watch = Seen()
     settings = {**SETTINGS, "batch_size": 2, "callbacks": [watch], "train_step": noting, "checkpoint_dir": folder}
     trainer = layer(Trainer(model(), "cpu", **settings))
@@ -383,7 +391,7 @@ def other_world_size(folder: Path) -> Any:
 
 @case
 def python_calls(folder: Path) -> Any:
-    """What a layer adds to the calls of Dovetail's own functions in one step."""
+    """The calls of Dovetail functions that a layer adds to one step."""
     cost = runpy.run_path(str(Path(__file__).parents[1] / "trainers" / "counting.py"))
 
     def own_calls(wrap: Callable[[Any], Any]) -> float:

@@ -310,11 +310,19 @@ def exported_weights(folder: Path) -> Any:
     trainer = layer(Trainer(model(), "cpu", **SETTINGS, batch_size=4))
     trainer.fit(data(24), max_length=Batches(1))
     path = trainer.save_model(folder / "model.safetensors")
+    exported = trainer.export(folder / "exported.safetensors")
+    # The first process has written both files.
+    same = exported.read_bytes() == path.read_bytes() if rank() == 0 else None
+    try:
+        trainer.export(folder / "exported.pt2")
+        graph = ""
+    except ConfigError as error:
+        graph = str(error)
     trained = weights(trainer.model)
     trainer.fit(data(24), max_length=Batches(2))
     changed = weights(trainer.model)
     trainer.load_model(path)
-    return {"trained": trained, "changed": changed, "loaded": weights(trainer.model)}
+    return {"trained": trained, "changed": changed, "loaded": weights(trainer.model), "same": same, "graph": graph}
 
 
 # ------------------------------------------------------------------ checkpoints
@@ -371,7 +379,7 @@ def other_world_size(folder: Path) -> Any:
 
 
 @case
-def begun_by_a_plain_trainer(folder: Path) -> Any:
+def started_by_a_plain_trainer(folder: Path) -> Any:
     def make(wrap: Callable[..., Any], seed: int = 8) -> Any:
         torch.manual_seed(seed)
         module = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 2)).double()

@@ -72,13 +72,13 @@ def by_class(tmp_path_factory: pytest.TempPathFactory) -> ExperimentRecord:
     return run(tmp_path_factory.mktemp("class"))
 
 
-def test_every_trial_of_a_class_trains_as_the_file_says(by_class: ExperimentRecord) -> None:
+def test_every_trial_of_a_class_follows_the_file(by_class: ExperimentRecord) -> None:
     assert [trial.hparams["learning_rate"] for trial in by_class.trials] == [0.1, 0.3]
     assert [list(trial.values) for trial in by_class.trials] == [[5, 10, 12], [5, 10, 12]]
     assert by_class.trials[0].values != by_class.trials[1].values
 
 
-def test_a_trial_of_a_class_that_died_resumes_from_its_checkpoint(by_class: ExperimentRecord, tmp_path: Path) -> None:
+def test_a_killed_class_trial_resumes_from_its_checkpoint(by_class: ExperimentRecord, tmp_path: Path) -> None:
     done = run(tmp_path, data={"dies": 7})
     assert [trial.restarts for trial in done.trials] == [1, 1]
     assert [[a.exit_code for a in Attempt.all_of(trial.directory)] for trial in done.trials] == [[1, 0], [1, 0]]

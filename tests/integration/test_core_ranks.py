@@ -32,16 +32,16 @@ def test_messages_arrive_in_the_order_of_the_ranks(results: Results) -> None:
     assert second == {**everywhere, "gather": None, "gather_local": None}
 
 
-def test_tensors_tuples_and_arrays_arrive_as_what_they_are(results: Results) -> None:
+def test_tensors_tuples_and_arrays_arrive_with_their_type(results: Results) -> None:
     expected = [["tuple", rank, [rank, rank], "float32", 100_000] for rank in range(2)]
     assert [each["structures"] for each in results] == [expected, expected]
 
 
-def test_local_messages_stay_on_their_machine(results: Results) -> None:
+def test_local_messages_remain_on_their_machine(results: Results) -> None:
     assert [each["several_machines"] for each in results] == [[[0], [0], 0], [[1], [1], 1]]
 
 
-def test_a_value_that_cannot_be_sent_is_named_in_all_processes_and_they_go_on(results: Results) -> None:
+def test_a_value_that_cannot_be_sent_is_named_in_all_processes(results: Results) -> None:
     for each in results:
         (kind, sentence), after = each["a_value_that_cannot_be_sent"]
         assert kind == "DataError"
@@ -51,14 +51,14 @@ def test_a_value_that_cannot_be_sent_is_named_in_all_processes_and_they_go_on(re
         assert after == [0, 1]
 
 
-def test_a_place_that_is_not_the_groups_is_refused(results: Results) -> None:
+def test_a_context_with_another_rank_than_the_process_is_rejected(results: Results) -> None:
     for rank, each in enumerate(results):
         kind, sentence = each["another_place"]
-        expected = f"this process is rank {rank} of 2, but its DistributedContext says rank {1 - rank} of 2"
+        expected = f"this process is rank {rank} of 2, but its DistributedContext has rank {1 - rank} of 2"
         assert (kind, sentence) == ("ConfigError", expected)
 
 
-def test_shards_become_one_checkpoint(results: Results) -> None:
+def test_shards_of_all_processes_become_one_checkpoint(results: Results) -> None:
     first, second = (each["shards"] for each in results)
     assert first == second
     assert first["files"] == {"deep/own-0": "own 0", "deep/own-1": "own 1", "same": "the same"}
@@ -67,11 +67,11 @@ def test_shards_become_one_checkpoint(results: Results) -> None:
     assert first["latest"] == first["id"]
 
 
-def test_a_process_may_have_nothing_to_add(results: Results) -> None:
+def test_a_process_may_upload_no_files(results: Results) -> None:
     assert [each["uploads"] for each in results] == [["only"], ["only"]]
 
 
-def test_what_goes_wrong_in_one_process_goes_wrong_in_all_and_leaves_nothing(results: Results) -> None:
+def test_an_error_in_one_process_is_raised_in_all_and_leaves_no_files(results: Results) -> None:
     first, second = (each["refused_shards"] for each in results)
     assert first["left"]
     assert second["left"]
@@ -85,12 +85,12 @@ def test_what_goes_wrong_in_one_process_goes_wrong_in_all_and_leaves_nothing(res
         assert sentence == f"rank 1 could not store its part of a checkpoint: {own_kind}: {own_sentence}"
 
 
-def test_all_get_the_chiefs_answer_whether_to_leave(results: Results) -> None:
-    # First the other process hears the signal, then the chief.
+def test_all_processes_get_the_preemption_answer_of_the_chief(results: Results) -> None:
+    # First the other process receives the signal, then the chief.
     assert [each["preemption"] for each in results] == [[False, False, False, True]] * 2
 
 
-def test_one_process_reports(results: Results) -> None:
+def test_only_one_process_reports(results: Results) -> None:
     assert [each["reports"] for each in results] == [[{"rank": 0}]] * 2
 
 
@@ -98,7 +98,7 @@ def numbers(results: Results, case: str) -> list[list[list[int]]]:
     return [[batch for _, batch in each[case]["seen"]] for each in results]
 
 
-def test_every_batch_is_processed_once_in_turn(results: Results) -> None:
+def test_every_batch_is_processed_once_by_one_rank(results: Results) -> None:
     assert numbers(results, "batches") == [
         [[0, 1], [4, 5], [8, 9], [12, 13]],
         [[2, 3], [6, 7], [10, 11], [14]],
@@ -114,11 +114,11 @@ def test_reducers_see_all_processes_and_progress_is_reported(results: Results) -
     assert "output" in first["left"]
 
 
-def test_max_batches_is_for_each_process(results: Results) -> None:
+def test_max_batches_applies_to_each_process(results: Results) -> None:
     assert numbers(results, "few_batches") == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
 
 
-def test_a_signal_ends_all_at_the_next_checkpoint_and_the_same_call_goes_on(results: Results) -> None:
+def test_a_signal_ends_all_processes_at_the_next_checkpoint_and_they_resume(results: Results) -> None:
     for rank, each in enumerate(results):
         first, second, outputs = each["interrupted_batches"]
         assert (first["code"], second["code"]) == (143, None)
@@ -131,7 +131,7 @@ def test_a_signal_ends_all_at_the_next_checkpoint_and_the_same_call_goes_on(resu
     assert second["metrics"] == [{"total": sum(range(15))}]
 
 
-def test_more_processes_go_on_where_one_was_and_count_no_batch_twice(results: Results) -> None:
+def test_more_processes_resume_and_process_no_batch_twice(results: Results) -> None:
     found = [each["more_processes_go_on"] for each in results]
     assert [each["seen"] for each in found] == [
         [[3, [6, 7]], [4, [10, 11]], [5, [14]]],

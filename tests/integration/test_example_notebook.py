@@ -22,7 +22,7 @@ def notebook() -> Any:
     return nbformat.read(NOTEBOOK, as_version=4)  # type: ignore[no-untyped-call]
 
 
-def test_the_notebook_is_kept_without_outputs(notebook: Any) -> None:
+def test_the_notebook_is_stored_without_outputs(notebook: Any) -> None:
     # So that a change of it is a change of code, and what it shows is what it does where it is run.
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.outputs for cell in cells] == [[]] * len(cells)
@@ -30,7 +30,7 @@ def test_the_notebook_is_kept_without_outputs(notebook: Any) -> None:
 
 
 @pytest.mark.slow
-def test_the_notebook_runs_and_writes_nothing_outside_of_runs(
+def test_the_notebook_runs_and_writes_only_to_runs(
     notebook: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import nbclient

@@ -26,7 +26,7 @@ def result(done: CompletedProcess[str]) -> str:
 
 @pytest.mark.usefixtures("forking")
 @pytest.mark.parametrize("example", sorted(set(EXAMPLES.glob("*.py")) - {CLASSIFIER}), ids=lambda path: path.stem)
-def test_example_learns_and_writes_nothing_outside_of_runs(example: Path, tmp_path: Path) -> None:
+def test_example_learns_and_writes_only_to_runs(example: Path, tmp_path: Path) -> None:
     assert result(run(example, folder=tmp_path)).startswith("result: ")
     assert {path.name for path in tmp_path.iterdir()} <= {"runs"}
 

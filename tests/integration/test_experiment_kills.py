@@ -44,7 +44,7 @@ data: {ledger: LEDGER}
 """
 SEARCHERS = {
     "random": "{name: random, metric: loss, max_trials: 8, max_concurrent_trials: 3}",
-    # What it suggests depends on all that has ended before.
+    # Its suggestions depend on all finished trials.
     "tpe": "{name: tpe, metric: loss, max_trials: 8, max_concurrent_trials: 1, num_startup_trials: 3}",
 }
 
@@ -91,7 +91,7 @@ def _check_exactly_once(folder: Path, record: ExperimentRecord) -> None:
         # Of invalid hyperparameters it is enough that the trial has said so.
         assert codes[-1] == 0 or trial.state == "INVALID_HP", (trial, codes)
         assert 0 not in codes[:-1], (trial, codes)
-        # A shell that was killed before it had begun counts, and has left nothing.
+        # A shell that was killed before its start counts, and has left nothing.
         assert trial.restarts >= len(codes) - 1
         finished = [row["attempt"] for row in rows if row["trial"] == trial.id and not row["begun"]]
         # One that was killed after its last line has not finished: its exit code is missing.
@@ -100,7 +100,7 @@ def _check_exactly_once(folder: Path, record: ExperimentRecord) -> None:
 
 def _kill_something(store: Store, experiment_id: int, runner: subprocess.Popen[bytes], moments: random.Random) -> bool:
     """Kill the runner, a trial or its shell after a moment, and return whether there was one to kill."""
-    # Most of the time it has begun; a process that imports its modules is as easy to kill as any other.
+    # Most of the time it has started; a process that imports its modules is as easy to kill as any other.
     begins = moments.random() < 0.1
     while not begins and runner.poll() is None and not store.experiment(experiment_id).is_running:
         time.sleep(0.01)
@@ -156,7 +156,7 @@ def _torture(folder: Path, searcher: str, kills: int) -> int:
 
 
 @pytest.mark.parametrize("searcher", SEARCHERS)
-def test_an_experiment_that_is_killed_again_and_again_ends_as_if_it_had_not_been(searcher: str, tmp_path: Path) -> None:
+def test_an_experiment_killed_repeatedly_ends_as_an_uninterrupted_one(searcher: str, tmp_path: Path) -> None:
     runs = _torture(tmp_path, searcher, _KILLS // 2)
     print(f"{_KILLS // 2} kills over {runs} experiments")
 
@@ -164,8 +164,8 @@ def test_an_experiment_that_is_killed_again_and_again_ends_as_if_it_had_not_been
 def test_an_experiment_survives_a_kill_at_any_operation_of_its_runner(tmp_path: Path) -> None:
     stride = 1 if _TORTURE else 9
     command = [sys.executable, "-W", "error", Path(__file__).with_name("dying_runner.py"), tmp_path, str(stride)]
-    told = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    reference, *killed, last = map(json.loads, told.splitlines())
+    reported = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    reference, *killed, last = map(json.loads, reported.splitlines())
     assert {trial[1] for trial in reference["trials"]} == {"COMPLETED", "INVALID_HP"}
     assert any(trial[5] for trial in reference["trials"])
     # The last one had so few operations that it was not killed.
@@ -231,7 +231,7 @@ def _train(folder: Path, disturb: bool) -> tuple[list[str], ExperimentRecord]:
     return states, store.experiment(record.id)
 
 
-def test_a_training_that_was_killed_and_paused_reports_what_an_undisturbed_one_does(tmp_path: Path) -> None:
+def test_a_killed_and_paused_training_reports_as_an_uninterrupted_one(tmp_path: Path) -> None:
     states, undisturbed = _train(tmp_path / "undisturbed", disturb=False)
     assert (states, undisturbed.trials[0].restarts) == (["COMPLETED"], 0)
     assert list(undisturbed.trials[0].values) == [4, 8, 12, 16, 18]

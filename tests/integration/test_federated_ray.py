@@ -59,7 +59,7 @@ def running(worker: Worker, num_workers: int = 2, timeout: float | None = None) 
     return started(Ray(num_workers, timeout), worker)
 
 
-def test_a_client_whose_actor_is_killed_is_left_out_and_the_round_goes_on() -> None:
+def test_a_client_whose_actor_is_killed_is_left_out_and_the_round_continues() -> None:
     with running(Doing({3: die})) as backend:
         first, second = list(backend.run(tasks(6))), list(backend.run(tasks(2, number=2)))
     (fault,) = faults(first)
@@ -70,7 +70,7 @@ def test_a_client_whose_actor_is_killed_is_left_out_and_the_round_goes_on() -> N
 
 
 @pytest.mark.torture
-def test_an_actor_that_dies_between_rounds_costs_no_client() -> None:
+def test_an_actor_that_dies_between_rounds_loses_no_client() -> None:
     with running(Doing(), num_workers=1) as backend:
         (before,) = done(list(backend.run(tasks(1)))).values()
         os.kill(before["pid"], signal.SIGKILL)
@@ -80,7 +80,7 @@ def test_an_actor_that_dies_between_rounds_costs_no_client() -> None:
 
 
 @pytest.mark.torture
-def test_a_client_that_takes_too_long_is_left_out() -> None:
+def test_a_client_over_the_timeout_is_left_out() -> None:
     with running(Doing({2: hang}), timeout=3.0) as backend:
         outcomes = list(backend.run(tasks(4)))
     assert faults(outcomes) == [Fault(2, 1, "timed out", "no answer after 3 s")]
@@ -88,18 +88,18 @@ def test_a_client_that_takes_too_long_is_left_out() -> None:
 
 
 @pytest.mark.torture
-def test_there_are_never_more_actors_than_slots() -> None:
+def test_the_number_of_actors_does_not_exceed_the_slots() -> None:
     with running(Doing(), num_workers=9) as backend:
         assert len({it["pid"] for it in done(list(backend.run(tasks(12)))).values()}) <= 2
 
 
 @pytest.mark.torture
-def test_a_client_that_cannot_be_received_is_refused_in_one_sentence() -> None:
+def test_a_client_that_cannot_be_unpickled_is_rejected_in_one_sentence() -> None:
     with pytest.raises(ConfigError, match=r"the client cannot be received by an actor: .*no such disk here"):
         Ray(1).start(Fragile())
 
 
-def test_answers_of_a_federation_are_equal_bit_for_bit() -> None:
+def test_answers_of_ray_actors_equal_serial_ones_bit_for_bit() -> None:
     from dovetail.algorithms import SCAFFOLD, CompositeAlgorithm, Ditto
     from dovetail.clients import simple
     from dovetail.servers import fedavg

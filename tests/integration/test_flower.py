@@ -47,7 +47,7 @@ class Flower(LocalFlower):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[int]]:
-    """What the federation has written on Flower, where a node was killed in the second round, and without Flower."""
+    """The output of the federation on Flower, with a node killed in the second round, and without Flower."""
     on_flower, plain = tmp_path_factory.mktemp("flower"), tmp_path_factory.mktemp("plain")
     app = on_flower / "app"
     shutil.copytree(HERE, app, ignore=shutil.ignore_patterns("__pycache__"))
@@ -69,7 +69,7 @@ def wait_for(flower: Any, path: Path) -> None:
     while not path.exists():
         flower.check()
         if time.monotonic() > deadline:
-            logs = [flower.said(name) for name in ("run", "superlink", "supernode-0", "supernode-1")]
+            logs = [flower.last_output(name) for name in ("run", "superlink", "supernode-0", "supernode-1")]
             pytest.fail(f"no {path.name} after {DEADLINE} seconds\n" + "\n\n".join(logs))
         time.sleep(0.05)
 
@@ -85,22 +85,22 @@ def same(ours: Any, theirs: Any) -> list[bool]:
     ]
 
 
-def test_rounds_on_flower_are_those_of_one_client_after_the_other_bit_for_bit(folders: Any) -> None:
+def test_rounds_on_flower_equal_serial_ones_bit_for_bit(folders: Any) -> None:
     on_flower, plain, _ = folders
-    # In the second round, the client that is left goes on with the state that its node has kept.
+    # In the second round, the remaining client continues with the state stored at its node.
     ours, theirs = rounds(on_flower)[:2], rounds(plain)[:2]
     assert same(ours, theirs) == [True, True]
     assert [it["record"]["metrics"] for it in ours] == [it["record"]["metrics"] for it in theirs]
     assert [it["record"]["reported"] for it in ours] == [(1, 2), (1,)]
 
 
-def test_a_killed_node_is_a_fault_of_its_client_and_the_round_goes_on(folders: Any) -> None:
+def test_a_killed_node_is_a_fault_of_its_client_and_the_round_continues(folders: Any) -> None:
     on_flower, _, _ = folders
     (fault,) = rounds(on_flower)[lines_app.KILLED_ROUND - 1]["record"]["faults"]
     assert fault == {"client_id": 2, "round": 2, "kind": "crashed", "reason": "client 2: its node was lost"}
 
 
-def test_the_rounds_after_go_on_without_the_node(folders: Any) -> None:
+def test_later_rounds_continue_without_the_killed_node(folders: Any) -> None:
     on_flower, _, _ = folders
     record = rounds(on_flower)[lines_app.KILLED_ROUND]["record"]
     assert record["reported"] == (1,)
@@ -109,7 +109,7 @@ def test_the_rounds_after_go_on_without_the_node(folders: Any) -> None:
     ]
 
 
-def test_no_process_is_left(folders: Any) -> None:
+def test_flower_leaves_no_process(folders: Any) -> None:
     *_, groups = folders
     deadline = time.monotonic() + DEADLINE
     # The kernel takes a moment to end what was killed.
@@ -126,7 +126,7 @@ def live_processes(group: Any) -> Iterator[int]:
 
 
 @pytest.mark.torture
-def test_the_command_gives_the_same_rounds_as_without_flower(tmp_path: Path) -> None:
+def test_the_flower_command_gives_the_same_rounds_as_without_flower(tmp_path: Path) -> None:
     config = tmp_path / "config.yml"
     config.write_text(
         "clients: {total_clients: 3, per_round: 2, outbound_processors: [qsgd]}\n"

@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def results(run_group: Any, folder: Path) -> Results:
-    # In this order: one and three processes go on with what two have begun.
+    # In this order: one and three processes continue the run of two.
     return {size: run_group(SCRIPT, size, folder / str(size)) for size in (2, 3, 1)}
 
 
@@ -55,7 +55,7 @@ sizes = pytest.mark.parametrize("size", [2, 3])
         ("evaluated_before_and_trained_twice", 1e-12),
     ],
 )
-def test_a_model_in_parts_trains_as_one_process_does(results: Results, name: str, tolerance: float, size: int) -> None:
+def test_a_sharded_model_trains_as_one_process(results: Results, name: str, tolerance: float, size: int) -> None:
     alone = results[1][0][name]
     for each in results[size]:
         assert each[name]["weights"] == nearly(alone["weights"], tolerance)
@@ -64,13 +64,13 @@ def test_a_model_in_parts_trains_as_one_process_does(results: Results, name: str
 
 
 @sizes
-def test_a_loss_counts_by_its_items(results: Results, size: int) -> None:
+def test_a_loss_is_weighted_by_its_items(results: Results, size: int) -> None:
     for each in results[size]:
         assert each["counted_items"]["weights"] == nearly(results[1][0]["counted_items"]["weights"], 1e-12)
 
 
 @sizes
-def test_averaged_weights_and_logged_norms_are_those_of_the_whole(results: Results, size: int) -> None:
+def test_averaged_weights_and_logged_norms_equal_the_unsharded_model(results: Results, size: int) -> None:
     alone = results[1][0]["averages_and_logged_clipping"]
     for each in results[size]:
         found = each["averages_and_logged_clipping"]
@@ -80,7 +80,7 @@ def test_averaged_weights_and_logged_norms_are_those_of_the_whole(results: Resul
 
 
 @sizes
-def test_two_optimizers_over_blocks_that_are_called_by_themselves(results: Results, size: int) -> None:
+def test_two_optimizers_work_over_separately_called_blocks(results: Results, size: int) -> None:
     for each in results[size]:
         assert each["two_optimizers"] == nearly(results[1][0]["two_optimizers"], 1e-12)
 
@@ -98,7 +98,7 @@ def test_an_overflow_in_one_process_skips_the_step_in_all(results: Results, size
 
 @sizes
 @pytest.mark.parametrize("name", ["evaluation", "prediction"])
-def test_every_sample_of_a_pass_counts_once(results: Results, name: str, size: int) -> None:
+def test_every_sample_of_a_pass_is_counted_once(results: Results, name: str, size: int) -> None:
     for each in results[size]:
         for found, expected in zip(each[name], results[1][0][name], strict=True):
             if name == "evaluation":
@@ -108,16 +108,18 @@ def test_every_sample_of_a_pass_counts_once(results: Results, name: str, size: i
 
 
 @sizes
-def test_each_process_holds_its_part_of_weights_and_moments(results: Results, size: int) -> None:
+def test_each_process_holds_its_shard_of_weights_and_moments(results: Results, size: int) -> None:
     rows = {2: [50, 50], 3: [34, 34, 32]}[size]
     assert [each["held_elements"] for each in results[size]] == [[60 * number] * 2 for number in rows]
 
 
 @sizes
-def test_whole_weights_are_exported_and_taken_back(results: Results, size: int) -> None:
+def test_full_weights_are_exported_and_restored(results: Results, size: int) -> None:
     for each in results[size]:
         found = each["exported_weights"]
         assert found["loaded"] == found["trained"] != found["changed"]
+        assert "this model is sharded; export 'safetensors'" in found["graph"]
+    assert results[size][0]["exported_weights"]["same"] is True
 
 
 @sizes
@@ -127,7 +129,7 @@ def test_resumed_equals_uninterrupted_with_dropout_in_every_process(results: Res
 
 
 @sizes
-def test_every_process_writes_one_file_and_nothing_is_left_over(results: Results, size: int) -> None:
+def test_every_process_writes_one_file_without_leftovers(results: Results, size: int) -> None:
     shards = [f"shard-{rank:05d}-of-{size:05d}.safetensors" for rank in range(size)]
     usual = ["shards.json", "state.json", "tensors.safetensors"]
     for each in results[size]:
@@ -136,21 +138,21 @@ def test_every_process_writes_one_file_and_nothing_is_left_over(results: Results
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_another_number_of_processes_finds_the_same_weights_and_moments(results: Results, size: int) -> None:
+def test_another_number_of_processes_loads_the_same_weights_and_moments(results: Results, size: int) -> None:
     for each in results[size]:
         assert each["other_world_size"] == results[2][0]["other_world_size"]
 
 
 @sizes
-def test_a_plain_checkpoint_is_taken_over_by_parts(results: Results, size: int) -> None:
+def test_a_plain_checkpoint_is_loaded_into_shards(results: Results, size: int) -> None:
     for each in results[size]:
-        found = each["begun_by_a_plain_trainer"]
+        found = each["started_by_a_plain_trainer"]
         assert found["loaded"] == found["plain"]
         assert found["before the run"] == found["in the run"]
 
 
 @sizes
-def test_a_damaged_shard_is_named_in_every_process_and_passed_over(results: Results, size: int) -> None:
+def test_a_damaged_shard_is_named_in_every_process_and_skipped(results: Results, size: int) -> None:
     for each in results[size]:
         found = each["damaged_shard"]
         file = f"ck_epoch_0_iter_4/shard-00001-of-{size:05d}.safetensors: the file is damaged"
@@ -168,7 +170,7 @@ def test_an_error_in_one_process_is_named_in_the_others(results: Results, size: 
 
 
 @sizes
-def test_writing_in_the_background_is_refused(results: Results, size: int) -> None:
+def test_writing_in_the_background_is_rejected(results: Results, size: int) -> None:
     assert all("save_in_background" in each["refused"] for each in results[size])
 
 
@@ -182,7 +184,7 @@ class Malicious:
         return Path.touch, (self.marker,)
 
 
-def test_a_pickled_index_is_refused_and_never_executed(results: Results, folder: Path, tmp_path: Path) -> None:
+def test_a_pickled_index_is_rejected_and_never_executed(results: Results, folder: Path, tmp_path: Path) -> None:
     place, marker = folder / "begun_by_two", tmp_path / "executed"
     pickled = pickle.dumps(Malicious(marker))
     pickle.loads(pickled)
@@ -199,7 +201,7 @@ def test_a_pickled_index_is_refused_and_never_executed(results: Results, folder:
 
 
 @pytest.mark.usefixtures("forking")
-def test_processes_that_are_started_here_bring_the_whole_weights_back() -> None:
+def test_launched_processes_return_the_full_weights() -> None:
     inputs = torch.randn(20, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     targets = (inputs.sum(dim=1) > 0).long()
 
@@ -219,6 +221,6 @@ def test_processes_that_are_started_here_bring_the_whole_weights_back() -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
-def test_blocks_that_are_no_modules_are_refused() -> None:
+def test_blocks_that_are_not_modules_are_rejected() -> None:
     with pytest.raises(ConfigError, match="shard: expected classes of modules"):
         build_trainer("fsdp", nn.Linear(2, 2), shard=["linear"])

@@ -53,12 +53,12 @@ json.dumps([parameter.tolist() for parameter in model.parameters()])
 
 
 def shown(cell: Any) -> Any:
-    """What the last line of a cell has given."""
+    """The value of the last line of a cell."""
     (text,) = [output.data["text/plain"] for output in cell.outputs if output.output_type == "execute_result"]
     return json.loads(text.strip("'"))
 
 
-def test_weights_and_lines_come_back_into_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_returns_weights_and_output_to_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     import nbclient
     import nbformat
 

@@ -35,16 +35,14 @@ CASES = [
     "without_noise",
     "accumulated_batches",
     "poisson_sampling",
-    "nobody_drawn",
+    "empty_draw",
     "target_epsilon",
 ]
 
 
 @pytest.mark.parametrize("order", ["privacy_outside", "privacy_inside"])
 @pytest.mark.parametrize("name", CASES)
-def test_two_processes_train_and_spend_as_one_on_the_same_global_batches(
-    results: Results, name: str, order: str
-) -> None:
+def test_two_private_processes_train_and_spend_as_one(results: Results, name: str, order: str) -> None:
     assert_agree(results[0][name][order], results[0][name]["alone"])
 
 
@@ -59,27 +57,27 @@ def test_a_rate_counts_the_samples_of_both_processes(results: Results) -> None:
     assert results[1]["accumulated_batches"]["privacy_outside"]["spent"] == [[1.0, 24 / 60, 3]]
 
 
-def test_noise_without_a_seed_is_the_same_in_both_processes_and_another_in_every_run(results: Results) -> None:
+def test_unseeded_noise_is_equal_in_both_processes_and_differs_per_run(results: Results) -> None:
     (first, second), others = (each["seed_of_the_system"] for each in results)
     assert others == [first, second]
     assert first != second
 
 
 @pytest.mark.parametrize("order", ["privacy_outside", "privacy_inside"])
-def test_resumed_is_uninterrupted(results: Results, order: str) -> None:
+def test_a_resumed_private_group_equals_an_uninterrupted_one(results: Results, order: str) -> None:
     for each in results:
         whole, resumed = each["resumed"][order]
         assert resumed == whole
 
 
-def test_one_process_goes_on_with_what_two_have_begun(results: Results) -> None:
-    whole, rest = results[0]["gone_on_alone"]
+def test_one_process_resumes_a_private_run_of_two(results: Results) -> None:
+    whole, rest = results[0]["resumed_alone"]
     assert_agree(rest, whole)
 
 
-def test_it_is_built_by_name_and_with_pymarlins_settings(results: Results) -> None:
+def test_the_private_group_is_built_by_name_with_the_settings_of_pymarlin(results: Results) -> None:
     assert results[0]["built_by_name"] == {"norm": 0.5, "spent": [[1.0, 12 / 48, 4]]}
 
 
-def test_a_sampler_that_can_repeat_samples_is_refused(results: Results) -> None:
+def test_a_sampler_that_can_repeat_samples_is_rejected(results: Results) -> None:
     assert results[1]["distributed_sampler"].startswith("differential privacy and a DistributedSampler")

@@ -184,7 +184,7 @@ def results(record: ExperimentRecord) -> list[Any]:
 
 
 def story(record: ExperimentRecord) -> str:
-    """What the files say about an experiment that did not go as it should."""
+    """The files of an experiment that failed."""
     logs = [record.directory / "runner.log", *(trial.directory / "log.txt" for trial in record.trials)]
     return "\n".join(f"{path}:\n{path.read_text()}" for path in logs if path.exists())
 
@@ -193,7 +193,7 @@ def assert_completed(record: ExperimentRecord) -> None:
     assert [(it.state, it.restarts) for it in record.trials] == [("COMPLETED", 0)] * 4, story(record)
 
 
-def test_an_experiment_on_two_nodes_is_the_one_on_this_machine(backend: RayBackend, tmp_path: Path) -> None:
+def test_an_experiment_on_two_nodes_equals_a_local_one(backend: RayBackend, tmp_path: Path) -> None:
     here, there = experiment(tmp_path / "here"), experiment(tmp_path / "there")
     expected = Runner(here[0], here[1].id, LocalBackend()).run()
     found = Runner(there[0], there[1].id, backend).run()
@@ -204,7 +204,7 @@ def test_an_experiment_on_two_nodes_is_the_one_on_this_machine(backend: RayBacke
     assert len(raylets) == 2
 
 
-def test_a_trial_of_a_lost_node_goes_on_elsewhere_from_its_checkpoint(
+def test_a_trial_of_a_lost_node_resumes_elsewhere_from_its_checkpoint(
     nodes: TwoNodes, backend: RayBackend, tmp_path: Path
 ) -> None:
     undisturbed = experiment(tmp_path / "undisturbed")
@@ -219,7 +219,7 @@ def test_a_trial_of_a_lost_node_goes_on_elsewhere_from_its_checkpoint(
         if not lost and [it.steps for it in seen.trials] == [3, 3]:
             lost.append(True)
             nodes.lose_other()
-            # Nobody is left who could write into the folder of a trial that goes on elsewhere.
+            # No process remains that could write into the folder of a trial that continues elsewhere.
             wait_until(lambda: not processes_with("RAY_RAYLET_PID", dead))
             hold.unlink()
 
@@ -236,7 +236,7 @@ def test_a_trial_of_a_lost_node_goes_on_elsewhere_from_its_checkpoint(
     assert "dovetail: the node of attempt 0 was lost" in (found.directory / "runner.log").read_text()
 
 
-def test_a_keeper_that_is_killed_takes_its_trial_with_it(backend: RayBackend, tmp_path: Path) -> None:
+def test_a_killed_owner_process_ends_its_trial(backend: RayBackend, tmp_path: Path) -> None:
     attempt = Attempt.of(tmp_path, 0)
     backend.start(attempt, ["sleep", "1000"], {}, tmp_path, 1)
     wait_until(lambda: (attempt.folder / "pid").exists())
@@ -248,14 +248,14 @@ def test_a_keeper_that_is_killed_takes_its_trial_with_it(backend: RayBackend, tm
     assert (tmp_path / "log.txt").read_text() == words
 
 
-def test_a_failed_group_leaves_nobody_behind(backend: RayBackend, tmp_path: Path) -> None:
+def test_a_failed_group_leaves_no_process(backend: RayBackend, tmp_path: Path) -> None:
     attempt = Attempt.of(tmp_path, 0)
     backend.start(attempt, ["sh", "-c", "setsid sleep 1000 & exit 3"], {}, tmp_path, 1)
     assert ended(backend, attempt) == Ended(3)
     assert not processes_with(ATTEMPT, str(attempt.folder))
 
 
-def test_stop_is_a_signal_and_kill_is_the_end(backend: RayBackend, tmp_path: Path) -> None:
+def test_stop_sends_a_signal_and_kill_ends_the_attempt(backend: RayBackend, tmp_path: Path) -> None:
     leaves, stays = Attempt.of(tmp_path / "leaves", 0), Attempt.of(tmp_path / "stays", 0)
     for attempt, handler in ((leaves, "exit 5"), (stays, ":")):
         command = ["sh", "-c", f"trap '{handler}' TERM; touch ready; while :; do sleep 0.01; done"]
@@ -263,7 +263,7 @@ def test_stop_is_a_signal_and_kill_is_the_end(backend: RayBackend, tmp_path: Pat
         backend.start(attempt, command, {}, attempt.folder.parent, 1)
     for attempt in (leaves, stays):
         wait_until((attempt.folder.parent / "ready").exists)
-        attempt.ask("pause")
+        attempt.request_exit("pause")
         backend.stop(attempt)
     assert ended(backend, leaves) == Ended(5)
     assert backend.poll(stays) is None
@@ -271,19 +271,19 @@ def test_stop_is_a_signal_and_kill_is_the_end(backend: RayBackend, tmp_path: Pat
     assert not processes_with(ATTEMPT, str(stays.folder))
 
 
-def test_an_attempt_that_waits_for_a_place_leaves_without_one(backend: RayBackend, tmp_path: Path) -> None:
+def test_an_attempt_that_waits_for_a_slot_can_be_stopped(backend: RayBackend, tmp_path: Path) -> None:
     attempts = [Attempt.of(tmp_path / str(number), 0) for number in range(3)]
     for attempt in attempts:
         backend.start(attempt, ["sleep", "1000"], {}, tmp_path, 1)
-    wait_until(lambda: sum(attempt.has_begun for attempt in attempts) == 2)
-    (waiting,) = [attempt for attempt in attempts if not attempt.has_begun]
-    waiting.ask("cancel")
+    wait_until(lambda: sum(attempt.has_started for attempt in attempts) == 2)
+    (waiting,) = [attempt for attempt in attempts if not attempt.has_started]
+    waiting.request_exit("cancel")
     backend.stop(waiting)
     assert ended(backend, waiting) == Ended(None)
     assert not (waiting.folder / "pid").exists()
     for attempt in attempts:
         if attempt is not waiting:
-            attempt.ask("cancel")
+            attempt.request_exit("cancel")
             wait_until(lambda attempt=attempt: backend.stop(attempt, kill=True) or backend.poll(attempt))
 
 
@@ -296,7 +296,7 @@ def test_an_attempt_that_is_started_twice_runs_once(nodes: TwoNodes, backend: Ra
     assert (tmp_path / "log.txt").read_text() == "once\n"
 
 
-def test_checkpoints_are_copied_and_a_trial_that_has_lost_its_own_gets_them_back(
+def test_a_trial_that_lost_its_checkpoints_gets_the_copies_back(
     nodes: TwoNodes, backend: RayBackend, tmp_path: Path
 ) -> None:
     copying = RayBackend(nodes.address, storage=f"file://{tmp_path}/stored")
@@ -319,7 +319,7 @@ def runner_process(store: Store, record: ExperimentRecord) -> subprocess.Popen[b
 
 
 def held_experiment(address: str, folder: Path) -> tuple[Store, ExperimentRecord, subprocess.Popen[bytes]]:
-    """An experiment in a process of its own, two trials of which wait before their fourth step."""
+    """An experiment in a separate process, two trials of which wait before their fourth step."""
     folder.mkdir()
     (folder / "hold").write_text("3")
     store, record = experiment(folder, f"resources: {{cluster: '{address}'}}\n")
@@ -328,7 +328,7 @@ def held_experiment(address: str, folder: Path) -> tuple[Store, ExperimentRecord
     return store, record, runner
 
 
-def test_trials_outlive_a_runner_that_is_killed_and_the_next_one_adopts_them(
+def test_trials_outlive_a_killed_runner_and_the_next_one_adopts_them(
     nodes: TwoNodes, backend: RayBackend, tmp_path: Path
 ) -> None:
     store, record, runner = held_experiment(nodes.address, tmp_path / "killed")
@@ -342,7 +342,7 @@ def test_trials_outlive_a_runner_that_is_killed_and_the_next_one_adopts_them(
 
 
 @pytest.mark.torture
-def test_a_runner_outside_of_the_cluster_heeds_sigterm(nodes: TwoNodes, backend: RayBackend, tmp_path: Path) -> None:
+def test_a_runner_outside_the_cluster_handles_sigterm(nodes: TwoNodes, backend: RayBackend, tmp_path: Path) -> None:
     store, record, runner = held_experiment(nodes.from_outside, tmp_path / "paused")
     runner.send_signal(signal.SIGTERM)
     assert runner.wait(timeout=150) == 0, story(store.experiment(record.id))
@@ -388,7 +388,7 @@ def spread_experiment(
     return Runner(store, record.id, backend, observer).run()
 
 
-def test_a_trial_that_no_node_can_hold_is_spread_over_both(backend: RayBackend, tmp_path: Path) -> None:
+def test_a_trial_too_large_for_one_node_is_distributed_over_both(backend: RayBackend, tmp_path: Path) -> None:
     found = spread_experiment(backend, tmp_path, lr=0.25)
     (trial,) = found.trials
     assert (trial.state, trial.best) == ("COMPLETED", 0.25), story(found)
@@ -397,7 +397,7 @@ def test_a_trial_that_no_node_can_hold_is_spread_over_both(backend: RayBackend, 
 
 
 @torture
-def test_a_spread_trial_fails_with_the_rank_that_failed(backend: RayBackend, tmp_path: Path) -> None:
+def test_a_distributed_trial_fails_with_the_rank_that_failed(backend: RayBackend, tmp_path: Path) -> None:
     found = spread_experiment(backend, tmp_path, lr=0.75)
     (trial,) = found.trials
     assert trial.state == "ERROR", story(found)
@@ -407,7 +407,7 @@ def test_a_spread_trial_fails_with_the_rank_that_failed(backend: RayBackend, tmp
 @torture
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("loss", ["worker", "node"])
-def test_a_spread_trial_that_loses_a_part_goes_on_from_its_checkpoint(
+def test_a_distributed_trial_that_loses_a_process_resumes(
     nodes: TwoNodes, backend: RayBackend, tmp_path: Path, loss: str
 ) -> None:
     (tmp_path / "hold").write_text("0")
@@ -444,7 +444,7 @@ def test_a_spread_trial_that_loses_a_part_goes_on_from_its_checkpoint(
 
 @torture
 @pytest.mark.timeout(600)
-def test_a_runner_that_loses_the_head_says_so_and_another_cluster_goes_on(
+def test_a_runner_that_loses_the_head_reports_it_and_another_resumes(
     nodes: TwoNodes, backend: RayBackend, tmp_path: Path
 ) -> None:
     with handlers_kept():
@@ -458,11 +458,11 @@ def test_a_runner_that_loses_the_head_says_so_and_another_cluster_goes_on(
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as runner:
             wait_until(lambda: [it.steps for it in store.experiment(record.id).trials] == [3])
             lonely.lose_head()
-            _, said = runner.communicate(timeout=150)
+            _, messages = runner.communicate(timeout=150)
     finally:
         lonely.cluster.shutdown()
     assert runner.returncode == 1
-    (sentence,) = [line for line in said.splitlines() if line.startswith("dovetail:")]
+    (sentence,) = [line for line in messages.splitlines() if line.startswith("dovetail:")]
     assert sentence == (
         f"dovetail: cluster: the head of the cluster at {address} has not responded for 20 s: "
         "resume the experiment when a cluster is available again"

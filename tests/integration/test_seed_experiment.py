@@ -46,7 +46,7 @@ def code(tmp_path: Path) -> Path:
     return Path(shutil.copytree(CODE, tmp_path / "code"))
 
 
-def test_the_hyperparameter_that_the_seed_leaves_out_is_named_in_a_sentence(code: Path) -> None:
+def test_the_hyperparameter_missing_in_the_seed_document_is_named(code: Path) -> None:
     (code / "seed.yaml").write_text(AS_PRINTED + "max_restarts: 0\n")
     done = dovetail(
         code,
@@ -110,7 +110,7 @@ def test_the_files_and_commands_of_the_document_run_as_printed(tmp_path: Path) -
     record = json.loads(dovetail(tmp_path, "experiment", "describe", "1", "--json").stdout)
     assert [trial["hparams"]["global_batch_size"] for trial in record["trials"]] == [16, 32, 64]
     assert {trial["state"] for trial in record["trials"]} == {"COMPLETED"}
-    assert (record["metric"], record["is_first_metric"], record["best_trial"]) == ("loss", True, 0)
+    assert (record["metric"], record["is_first_metric"], record["best_trial_id"]) == ("loss", True, 1)
 
     trial_id = f"trial_id: {record['best_trial_id']}"
     (tmp_path / "batch_inference.yaml").write_text(files["batch_inference.yaml"].replace("trial_id: 777", trial_id))

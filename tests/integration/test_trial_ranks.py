@@ -50,7 +50,7 @@ def close(one: Any, other: Any) -> None:
 
 
 @pytest.mark.parametrize("case", ["plain", "shuffled"])
-def test_two_slots_agree_with_one(results: Results, case: str) -> None:
+def test_two_slots_train_as_one(results: Results, case: str) -> None:
     alone = results[1][0][case]
     for rank in range(2):
         shared = results[2][rank][case]
@@ -84,7 +84,7 @@ def test_one_slot_evaluates_the_full_dataset_for_all(results: Results) -> None:
     close(results[2][0]["full dataset"]["metrics"], results[1][0]["full dataset"]["metrics"])
 
 
-def test_aggregation_agrees_over_slots(results: Results) -> None:
+def test_aggregated_batches_agree_across_slots(results: Results) -> None:
     # One slot has 6 batches of 8 in an epoch and two slots 6 steps of 2 times 4: the same windows.
     close(results[2][0]["aggregated"]["weights"], results[1][0]["aggregated"]["weights"])
 
@@ -95,12 +95,12 @@ def test_a_stop_request_of_one_slot_stops_all_and_leaves_a_checkpoint(results: R
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_paused_and_resumed_in_a_group_is_the_same_as_undisturbed(results: Results, size: int) -> None:
+def test_a_group_paused_and_resumed_equals_an_uninterrupted_one(results: Results, size: int) -> None:
     for each in results[size]:
         assert each["paused"]["weights"] == each["straight"]["weights"]
 
 
-def test_slots_know_and_reach_each_other(results: Results) -> None:
+def test_slots_know_their_ranks_and_exchange_messages(results: Results) -> None:
     assert [each["places"] for each in results[2]] == [
         {"rank": 0, "size": 2, "gathered": [0, 10], "told": "chief", "share": 4},
         {"rank": 1, "size": 2, "gathered": None, "told": "chief", "share": 4},
@@ -108,7 +108,7 @@ def test_slots_know_and_reach_each_other(results: Results) -> None:
 
 
 @pytest.mark.usefixtures("forking")
-def test_the_seeds_scripts_train_and_predict(tmp_path: Path) -> None:
+def test_the_scripts_of_the_seed_document_train_and_predict(tmp_path: Path) -> None:
     config = ("--config", str(EXAMPLES / "const.yaml"), "--slots", "2")
     output = launch(*config, str(EXAMPLES / "train.py"), folder=tmp_path)
     loss = float(output.splitlines()[-1].removeprefix("result: validation loss "))

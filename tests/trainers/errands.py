@@ -41,7 +41,7 @@ class LifeCycle(ModelUpdateStrategy):
 
 
 class SpeakingTrainer(ComposableTrainer):
-    """Has a hook of its own, which plato's users write as a method."""
+    """Has a custom hook, which plato's users write as a method."""
 
     def train_epoch_end(self, config: Any) -> None:
         self.context.history.update_metric("spoken", float(self.context.progress.epoch))
@@ -75,7 +75,7 @@ class RecordsProcess(Callback):
 
 
 class PressesControlC(Callback):
-    """Interrupts whoever waits for it, and trains on; writes down how it ended."""
+    """Interrupts the waiting process, and continues training; records how it ended."""
 
     def __init__(self, path: str) -> None:
         self.path = path

@@ -40,7 +40,7 @@ def train_by_hand(
     epochs: int = 1,
     after_backward: Callable[[], None] = lambda: None,
 ) -> list[float]:
-    """The loop that everybody writes; returns the loss of every batch."""
+    """A hand-written loop; returns the loss of every batch."""
     losses = []
     for _ in range(epochs):
         for x, y in batches:

@@ -93,7 +93,7 @@ def test_a_given_strategy_is_kept(problem: Problem, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_kind_that_is_not_given_has_its_default(problem: Problem, kind: str) -> None:
+def test_a_missing_strategy_has_its_default(problem: Problem, kind: str) -> None:
     assert type(getattr(composable(model=problem.model()).strategies, kind)) is DEFAULTS[kind]
 
 
@@ -104,7 +104,7 @@ def test_arguments_come_in_the_specified_order(problem: Problem) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_class_is_made_into_a_strategy(problem: Problem, kind: str) -> None:
+def test_a_strategy_class_is_instantiated(problem: Problem, kind: str) -> None:
     trainer = composable(model=problem.model(), **{f"{kind}_strategy": DEFAULTS[kind]})
     assert type(getattr(trainer.strategies, kind)) is DEFAULTS[kind]
 
@@ -113,7 +113,7 @@ def test_a_model_may_be_a_class_or_a_factory(problem: Problem) -> None:
     assert_same_weights(composable(model=problem.model).model, problem.model())
 
 
-def test_a_trainer_may_get_its_model_later(problem: Problem, trainset: TensorDataset) -> None:
+def test_a_trainer_may_receive_its_model_later(problem: Problem, trainset: TensorDataset) -> None:
     trainer = composable(optimizer_strategy=AdamOptimizerStrategy(lr=0.001))
     trainer.model = problem.model()
     trainer.train_model(CONFIG, trainset)
@@ -123,7 +123,7 @@ def test_a_trainer_may_get_its_model_later(problem: Problem, trainset: TensorDat
 # ------------------------------------------------------------------ training
 
 
-def test_all_defaults_train_as_the_plain_loop_does(problem: Problem, trainset: TensorDataset) -> None:
+def test_default_strategies_train_as_the_plain_loop(problem: Problem, trainset: TensorDataset) -> None:
     trainer = composable(model=problem.model())
     trainer.train_model(CONFIG, trainset)
     expected = problem.model()
@@ -139,7 +139,7 @@ def test_the_loss_falls_from_epoch_to_epoch(problem: Problem, trainset: TensorDa
     assert losses == sorted(losses, reverse=True)
 
 
-def test_every_train_model_is_a_run_of_its_own(problem: Problem, trainset: TensorDataset) -> None:
+def test_every_train_model_call_is_a_separate_run(problem: Problem, trainset: TensorDataset) -> None:
     trainer = composable(model=problem.model())
     for _ in range(2):
         trainer.train_model(CONFIG, trainset)
@@ -173,7 +173,7 @@ def test_accumulation_over_ten_batches_makes_three_updates(problem: Problem) -> 
     assert heard == [1, 2, 3]
 
 
-def test_a_plateau_sees_the_validation(problem: Problem) -> None:
+def test_a_plateau_receives_the_validation_metric(problem: Problem) -> None:
     class Observed(ReduceLROnPlateauSchedulerStrategy):
         def step(self, scheduler: Any, context: TrainingContext) -> None:
             super().step(scheduler, context)
@@ -189,14 +189,14 @@ def test_a_plateau_sees_the_validation(problem: Problem) -> None:
 # ------------------------------------------------------------------ testing
 
 
-def test_test_is_the_accuracy(problem: Problem, trainset: TensorDataset) -> None:
+def test_test_returns_the_accuracy(problem: Problem, trainset: TensorDataset) -> None:
     trainer = composable(model=problem.model())
     expected = (trainer.model(problem.x).argmax(dim=1) == problem.y).float().mean().item()
     assert trainer.test(trainset) == pytest.approx(expected)
     assert trainer.test_model(CONFIG, trainset) == pytest.approx(expected)
 
 
-def test_a_testing_strategy_decides_what_is_good(problem: Problem, trainset: TensorDataset) -> None:
+def test_a_testing_strategy_defines_the_returned_score(problem: Problem, trainset: TensorDataset) -> None:
     class Sizes(TestingStrategy):
         def test_model(self, model: Any, config: Any, testset: Any, sampler: Any, context: Any) -> float:
             assert not model.training
@@ -283,7 +283,7 @@ def test_an_epoch_calls_the_strategies_in_the_documented_order(problem: Problem,
     assert calls == [*batch, *batch, "scheduler step", "on_train_end"]
 
 
-def test_everything_is_made_before_the_first_batch_and_once(problem: Problem, trainset: TensorDataset) -> None:
+def test_everything_is_built_once_before_the_first_batch(problem: Problem, trainset: TensorDataset) -> None:
     recorder = Recorder()
     composable(model=problem.model(), **recorder.strategies).train_model(CONFIG, trainset)
     made = recorder.calls[: recorder.calls.index("before_step")]
@@ -294,7 +294,7 @@ def test_everything_is_made_before_the_first_batch_and_once(problem: Problem, tr
 # ------------------------------------------------------------------ context
 
 
-def test_context_knows_the_run(problem: Problem, trainset: TensorDataset) -> None:
+def test_the_context_holds_the_values_of_the_run(problem: Problem, trainset: TensorDataset) -> None:
     class Looks(ModelUpdateStrategy):
         def after_step(self, context: TrainingContext) -> None:
             found.append(
@@ -316,7 +316,7 @@ def test_context_knows_the_run(problem: Problem, trainset: TensorDataset) -> Non
     assert found == [{**known, "epoch": epoch, "batch": batch} for epoch in (1, 2) for batch in range(12)]
 
 
-def test_state_holds_the_documented_keys(problem: Problem, trainset: TensorDataset) -> None:
+def test_the_context_state_holds_the_documented_keys(problem: Problem, trainset: TensorDataset) -> None:
     trainer = composable(model=problem.model(), seed=3)
     trainer.train_model(CONFIG, trainset)
     state = trainer.context.state
@@ -326,16 +326,16 @@ def test_state_holds_the_documented_keys(problem: Problem, trainset: TensorDatas
     assert state["order_seed"] == 3
 
 
-def test_strategies_exchange_through_the_state(problem: Problem, trainset: TensorDataset) -> None:
-    class Says(ModelUpdateStrategy):
+def test_strategies_share_values_through_the_context_state(problem: Problem, trainset: TensorDataset) -> None:
+    class Reporter(ModelUpdateStrategy):
         def before_step(self, context: TrainingContext) -> None:
             context.state["weight"] = context.current_epoch - 1
 
-    class Hears(CrossEntropyLossStrategy):
+    class Receiver(CrossEntropyLossStrategy):
         def compute_loss(self, outputs: Any, labels: Any, context: TrainingContext) -> Tensor:
             return context.state["weight"] * super().compute_loss(outputs, labels, context)
 
-    trainer = composable(model=problem.model(), model_update_strategy=Says(), loss_strategy=Hears())
+    trainer = composable(model=problem.model(), model_update_strategy=Reporter(), loss_strategy=Receiver())
     trainer.train_model(CONFIG, trainset)
     assert trainer.history.losses[:12].tolist() == [0.0] * 12
     assert all(loss > 0 for loss in trainer.history.losses[12:])
@@ -358,7 +358,7 @@ def test_callbacks_of_both_spellings_are_called(problem: Problem, trainset: Tens
     assert [it.split()[0] for it in heard] == ["mine", "plato's"] * 2
 
 
-def test_strategies_act_before_callbacks_look(problem: Problem) -> None:
+def test_strategies_run_before_callbacks(problem: Problem) -> None:
     class Doubles(ModelUpdateStrategy):
         def after_step(self, context: TrainingContext) -> None:
             context.state["number"] = 2 * context.progress.updates
@@ -386,7 +386,7 @@ def test_a_saved_model_is_loaded(problem: Problem, trainset: TensorDataset, tmp_
     assert_same_weights(other.model, trainer.model)
 
 
-def test_an_update_is_the_state_of_the_trained_model(problem: Problem, trainset: TensorDataset) -> None:
+def test_the_update_is_the_state_dict_of_the_trained_model(problem: Problem, trainset: TensorDataset) -> None:
     trainer = composable(model=problem.model())
     update = trainer.obtain_model_update(CONFIG, trainset, None)
     expected = composable(model=problem.model())
@@ -395,7 +395,7 @@ def test_an_update_is_the_state_of_the_trained_model(problem: Problem, trainset:
     assert all(torch.equal(update[name], value) for name, value in expected.model.state_dict().items())
 
 
-def test_an_update_is_a_copy(problem: Problem, trainset: TensorDataset) -> None:
+def test_the_update_is_a_copy_of_the_weights(problem: Problem, trainset: TensorDataset) -> None:
     trainer = composable(model=problem.model())
     update = trainer.obtain_model_update(CONFIG, trainset, None)
     before = {name: value.clone() for name, value in update.items()}
@@ -403,7 +403,7 @@ def test_an_update_is_a_copy(problem: Problem, trainset: TensorDataset) -> None:
     assert all(torch.equal(update[name], value) for name, value in before.items())
 
 
-def test_a_payload_goes_beside_the_weights(problem: Problem, trainset: TensorDataset) -> None:
+def test_a_payload_is_sent_beside_the_weights(problem: Problem, trainset: TensorDataset) -> None:
     trainer = composable(model=problem.model(), model_update_strategy=StateTrackingUpdateStrategy())
     update = trainer.obtain_model_update(CONFIG, trainset, None)
     assert update.keys() == {"model_update", "total_steps", "epoch_steps", "round_number"}
@@ -414,7 +414,7 @@ def test_a_payload_goes_beside_the_weights(problem: Problem, trainset: TensorDat
 # ------------------------------------------------------------------ edge cases
 
 
-def test_an_empty_dataset_is_told_and_changes_nothing(problem: Problem) -> None:
+def test_an_empty_dataset_warns_and_changes_nothing(problem: Problem) -> None:
     trainer = composable(model=problem.model())
     with pytest.warns(UserWarning, match="the training data is empty"):
         trainer.train_model({"epochs": 1, "batch_size": 8}, TensorDataset(problem.x[:0], problem.y[:0]))
@@ -428,14 +428,14 @@ def test_a_single_batch_is_one_update(problem: Problem, number: int) -> None:
     assert trainer.context.progress.updates == 1
 
 
-def test_no_epochs_train_nothing(problem: Problem, trainset: TensorDataset) -> None:
+def test_zero_epochs_train_nothing(problem: Problem, trainset: TensorDataset) -> None:
     trainer = composable(model=problem.model())
     with pytest.warns(UserWarning, match="nothing to train"):
         trainer.train_model({**CONFIG, "epochs": 0}, trainset)
     assert_same_weights(trainer.model, problem.model())
 
 
-def test_a_step_of_ones_own_needs_no_labels(problem: Problem) -> None:
+def test_a_custom_step_needs_no_labels(problem: Problem) -> None:
     class Reconstruct(TrainingStepStrategy):
         def training_step(
             self, model: Any, optimizer: Any, examples: Any, labels: Any, loss_criterion: Any, context: Any
@@ -451,13 +451,13 @@ def test_a_step_of_ones_own_needs_no_labels(problem: Problem) -> None:
     assert losses[-1] < losses[0]
 
 
-def test_a_default_step_without_labels_says_what_is_missing(problem: Problem) -> None:
+def test_a_default_step_without_labels_raises_a_clear_error(problem: Problem) -> None:
     with pytest.raises(TypeError, match="NoneType") as caught:
         composable(model=problem.model()).train_model(CONFIG, problem.x)
     assert "the batch has no targets" in caught.value.__notes__[0]
 
 
-def test_a_trainer_without_a_model_says_so(trainset: TensorDataset) -> None:
+def test_a_composable_trainer_without_a_model_raises_an_error(trainset: TensorDataset) -> None:
     with pytest.raises(ConfigError, match="no model"):
         composable().train_model(CONFIG, trainset)
 
@@ -494,14 +494,14 @@ class Lives(CrossEntropyLossStrategy):
 RUN = ["on_train_start", "on_train_end"]
 
 
-def test_strategies_are_set_up_when_the_trainer_is_made(problem: Problem) -> None:
+def test_strategies_are_set_up_in_the_constructor(problem: Problem) -> None:
     strategy = Lives()
     trainer = composable(model=problem.model(), loss_strategy=strategy)
     assert strategy.heard == ["setup"]
     trainer.close()
 
 
-def test_every_run_starts_and_ends_and_none_tears_down(problem: Problem, trainset: TensorDataset) -> None:
+def test_every_run_starts_and_ends_strategies_without_teardown(problem: Problem, trainset: TensorDataset) -> None:
     strategy = Lives()
     trainer = composable(model=problem.model(), loss_strategy=strategy)
     trainer.train_model(CONFIG, trainset)
@@ -509,14 +509,14 @@ def test_every_run_starts_and_ends_and_none_tears_down(problem: Problem, trainse
     assert strategy.heard == ["setup", *RUN, *RUN]
 
 
-def test_a_with_block_tears_down_at_its_end(problem: Problem, trainset: TensorDataset) -> None:
+def test_a_with_block_tears_strategies_down_at_its_end(problem: Problem, trainset: TensorDataset) -> None:
     strategy = Lives()
     with composable(model=problem.model(), loss_strategy=strategy) as trainer:
         trainer.train_model(CONFIG, trainset)
     assert strategy.heard == ["setup", *RUN, "teardown"]
 
 
-def test_closing_twice_tears_down_once(problem: Problem) -> None:
+def test_closing_a_trainer_twice_tears_strategies_down_once(problem: Problem) -> None:
     strategy = Lives()
     with composable(model=problem.model(), loss_strategy=strategy) as trainer:
         trainer.close()
@@ -525,7 +525,7 @@ def test_closing_twice_tears_down_once(problem: Problem) -> None:
     assert strategy.heard == ["setup", "teardown"]
 
 
-def test_a_forgotten_trainer_is_torn_down(problem: Problem, trainset: TensorDataset) -> None:
+def test_a_garbage_collected_trainer_is_torn_down(problem: Problem, trainset: TensorDataset) -> None:
     strategy = Lives()
     trainer = composable(model=problem.model(), loss_strategy=strategy)
     trainer.train_model(CONFIG, trainset)
@@ -536,7 +536,7 @@ def test_a_forgotten_trainer_is_torn_down(problem: Problem, trainset: TensorData
     assert strategy.heard == ["setup", *RUN, "teardown"]
 
 
-def test_an_error_tears_down_once_and_is_not_hidden(problem: Problem, trainset: TensorDataset) -> None:
+def test_an_error_tears_strategies_down_once_and_is_not_hidden(problem: Problem, trainset: TensorDataset) -> None:
     strategy = Lives(fails=True)
     with (
         pytest.raises(ArithmeticError, match="by design"),
@@ -546,7 +546,7 @@ def test_an_error_tears_down_once_and_is_not_hidden(problem: Problem, trainset: 
     assert strategy.heard == ["setup", "on_train_start", "teardown"]
 
 
-def test_a_trainer_trains_on_after_an_error(problem: Problem, trainset: TensorDataset) -> None:
+def test_a_trainer_can_train_again_after_an_error(problem: Problem, trainset: TensorDataset) -> None:
     strategy = Lives(fails=True)
     trainer = composable(model=problem.model(), loss_strategy=strategy)
     with pytest.raises(ArithmeticError):
@@ -556,7 +556,7 @@ def test_a_trainer_trains_on_after_an_error(problem: Problem, trainset: TensorDa
     assert strategy.heard == ["setup", "on_train_start", *RUN]
 
 
-def test_a_setup_that_fails_tears_down_those_before_it(problem: Problem) -> None:
+def test_a_failing_setup_tears_down_the_earlier_strategies(problem: Problem) -> None:
     class Refuses(SGDOptimizerStrategy):
         def setup(self, context: TrainingContext) -> None:
             raise ArithmeticError("by design")
@@ -567,7 +567,7 @@ def test_a_setup_that_fails_tears_down_those_before_it(problem: Problem) -> None
     assert strategy.heard == ["setup", "teardown"]
 
 
-def test_a_teardown_that_fails_does_not_stop_the_others(problem: Problem) -> None:
+def test_a_failing_teardown_does_not_stop_the_others(problem: Problem) -> None:
     class Refuses(Lives):
         def teardown(self, context: TrainingContext) -> None:
             raise ArithmeticError("by design")
@@ -600,7 +600,7 @@ def adamw(problem: Problem) -> nn.Module:
 @pytest.mark.parametrize(
     "optimizer", [partial(torch.optim.AdamW, lr=1e-3), "AdamW", torch.optim.AdamW], ids=["partial", "name", "class"]
 )
-def test_losses_and_optimizers_may_be_torchs(
+def test_torch_losses_and_optimizers_are_accepted(
     problem: Problem, trainset: TensorDataset, loss: Any, optimizer: Any
 ) -> None:
     trainer = composable(model=problem.model(), loss_strategy=loss, optimizer_strategy=optimizer)
@@ -613,7 +613,7 @@ def test_losses_and_optimizers_may_be_torchs(
     [partial(StepLR, step_size=3), lambda optimizer: StepLR(optimizer, 3), StepLRSchedulerStrategy(step_size=3)],
     ids=["partial", "callable", "strategy"],
 )
-def test_schedules_may_be_torchs(problem: Problem, trainset: TensorDataset, schedule: Any) -> None:
+def test_torch_schedulers_are_accepted(problem: Problem, trainset: TensorDataset, schedule: Any) -> None:
     trainer = composable(
         model=problem.model(), optimizer_strategy=SGDOptimizerStrategy(lr=1.0), lr_scheduler_strategy=schedule
     )
@@ -664,20 +664,20 @@ def test_steps_updates_loaders_and_tests_may_be_functions(problem: Problem, trai
         ("testing_strategy", "DefaultTestStrategy", "DefaultTestingStrategy"),
     ],
 )
-def test_an_unknown_name_is_answered_with_the_nearest(argument: str, name: str, nearest: str) -> None:
+def test_an_unknown_name_suggests_the_nearest(argument: str, name: str, nearest: str) -> None:
     with pytest.raises(UnknownNameError, match=f"{name}.*did you mean '{nearest}'"):
         composable(model=nn.Linear(1, 1), **{argument: name})
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_strategy_of_another_kind_is_refused(kind: str) -> None:
+def test_a_strategy_of_the_wrong_kind_is_rejected(kind: str) -> None:
     other: Strategy = MSELossStrategy() if kind != "loss" else NoOpUpdateStrategy()
     with pytest.raises(ConfigError, match=f"{kind}_strategy: expected"):
         composable(model=nn.Linear(1, 1), **{f"{kind}_strategy": other})
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_no_strategy_is_refused(kind: str) -> None:
+def test_an_object_that_is_not_a_strategy_is_rejected(kind: str) -> None:
     with pytest.raises(ConfigError, match=f"{kind}_strategy: expected .*, got 3"):
         composable(model=nn.Linear(1, 1), **{f"{kind}_strategy": 3})
 
@@ -685,7 +685,7 @@ def test_what_is_no_strategy_is_refused(kind: str) -> None:
 # ------------------------------------------------------------------ basic.Trainer takes the same arguments
 
 
-def test_the_basic_trainer_takes_strategies(problem: Problem, trainset: TensorDataset) -> None:
+def test_the_basic_trainer_accepts_strategies(problem: Problem, trainset: TensorDataset) -> None:
     strategies = Recorder().strategies
     trainer = basic.Trainer(problem.model(), "cpu", verbose=False, **strategies)
     other = composable(model=problem.model(), **Recorder().strategies)
@@ -694,7 +694,7 @@ def test_the_basic_trainer_takes_strategies(problem: Problem, trainset: TensorDa
     assert_same_weights(trainer.model, other.model)
 
 
-def test_one_strategy_leaves_the_rest_of_the_basic_trainer_alone(problem: Problem) -> None:
+def test_one_strategy_does_not_change_the_others_of_the_basic_trainer(problem: Problem) -> None:
     plain = basic.Trainer(problem.model(), "cpu", verbose=False, seed=0)
     with_one = basic.Trainer(problem.model(), "cpu", verbose=False, seed=0, loss_strategy=functional.cross_entropy)
     for each in (plain, with_one):
@@ -703,7 +703,7 @@ def test_one_strategy_leaves_the_rest_of_the_basic_trainer_alone(problem: Proble
 
 
 @pytest.mark.parametrize("trainer_class", [basic.Trainer, ComposableTrainer])
-def test_a_subclass_that_overrides_get_optimizer_wins(problem: Problem, trainer_class: type[basic.Trainer]) -> None:
+def test_an_overridden_get_optimizer_takes_precedence(problem: Problem, trainer_class: type[basic.Trainer]) -> None:
     class Mine(trainer_class):  # type: ignore[valid-type, misc]  # a class of either kind
         def get_optimizer(self, model: nn.Module) -> Optimizer:
             return torch.optim.SGD(model.parameters(), lr=0.1)
@@ -716,7 +716,7 @@ def test_a_subclass_that_overrides_get_optimizer_wins(problem: Problem, trainer_
 
 
 @pytest.mark.parametrize("trainer_class", [basic.Trainer, ComposableTrainer])
-def test_a_subclass_that_overrides_get_lr_scheduler_wins(problem: Problem, trainer_class: type[basic.Trainer]) -> None:
+def test_an_overridden_get_lr_scheduler_takes_precedence(problem: Problem, trainer_class: type[basic.Trainer]) -> None:
     class Mine(trainer_class):  # type: ignore[valid-type, misc]  # a class of either kind
         def get_lr_scheduler(self, config: Any, optimizer: Optimizer) -> Any:
             return StepLR(optimizer, 1, gamma=0.5)
@@ -731,7 +731,7 @@ def test_a_subclass_that_overrides_get_lr_scheduler_wins(problem: Problem, train
     assert trainer.optimizer.param_groups[0]["lr"] == 0.25
 
 
-def test_a_subclass_that_owns_its_steps_wins(problem: Problem) -> None:
+def test_overridden_steps_take_precedence(problem: Problem) -> None:
     class Mine(ComposableTrainer):
         def train_step(self, batch: Any) -> Mapping[str, Any]:
             x, y = batch
@@ -748,7 +748,7 @@ def test_a_subclass_that_owns_its_steps_wins(problem: Problem) -> None:
     assert not torch.equal(weights(trainer.model)["0.weight"], before["0.weight"])
 
 
-def test_the_model_of_a_time_is_that_of_the_newest_checkpoint_before_it(problem: Problem, tmp_path: Path) -> None:
+def test_the_model_at_a_wall_time_is_the_newest_checkpoint_before_it(problem: Problem, tmp_path: Path) -> None:
     trainer = ComposableTrainer(problem.model(), checkpoint_dir=tmp_path, verbose=False)
     trainer.set_client_id(3)
     trainer.fit(problem.batches, max_length=Epochs(1))
@@ -764,7 +764,7 @@ def test_the_model_of_a_time_is_that_of_the_newest_checkpoint_before_it(problem:
         trainer.obtain_model_at_time(3, between.replace(tzinfo=None))
 
 
-def test_a_loss_that_the_configuration_names_decides_whether_there_is_an_accuracy(problem: Problem) -> None:
+def test_the_configured_loss_decides_whether_accuracy_is_reported(problem: Problem) -> None:
     trainer = ComposableTrainer(problem.model(), verbose=False)
     targets = torch.nn.functional.one_hot(problem.y).float()
     found = []
@@ -823,7 +823,9 @@ ORDER = ["on_train_start", "loader", "optimizer", "scheduler"]
 
 
 @pytest.mark.parametrize("layer", [None, AMPTrainer, DDPTrainer])
-def test_a_run_starts_its_strategies_before_it_builds(problem: Problem, trainset: TensorDataset, layer: Any) -> None:
+def test_a_run_starts_its_strategies_before_it_builds_the_optimizer(
+    problem: Problem, trainset: TensorDataset, layer: Any
+) -> None:
     recorded = Recorded()
     trainer: Any = composable(problem.model(), **recorded.strategies())
     (trainer if layer is None else layer(trainer)).fit(trainset, max_length=Epochs(1))
@@ -831,7 +833,7 @@ def test_a_run_starts_its_strategies_before_it_builds(problem: Problem, trainset
     assert trainer.context.schedulers[0].scheduler.base_lrs == [0.25]
 
 
-def test_every_new_run_of_a_trainer_has_the_same_order(problem: Problem, trainset: TensorDataset) -> None:
+def test_every_new_run_calls_strategies_in_the_same_order(problem: Problem, trainset: TensorDataset) -> None:
     recorded = Recorded()
     trainer = composable(problem.model(), **recorded.strategies())
     for _ in range(2):
@@ -839,7 +841,7 @@ def test_every_new_run_of_a_trainer_has_the_same_order(problem: Problem, trainse
     assert recorded.events == 2 * ORDER
 
 
-def test_a_strategy_that_reads_the_optimizers_at_the_start_gets_them(problem: Problem, trainset: TensorDataset) -> None:
+def test_optimizers_exist_when_strategies_start(problem: Problem, trainset: TensorDataset) -> None:
     rates: list[float] = []
 
     class Reading(ModelUpdateStrategy):
@@ -850,9 +852,7 @@ def test_a_strategy_that_reads_the_optimizers_at_the_start_gets_them(problem: Pr
     assert rates == [0.1]
 
 
-def test_an_error_before_the_first_batch_leaves_a_trainer_that_trains(
-    problem: Problem, trainset: TensorDataset
-) -> None:
+def test_a_trainer_can_train_after_an_error_before_the_first_batch(problem: Problem, trainset: TensorDataset) -> None:
     class FailsOnce(ModelUpdateStrategy):
         has_failed = False
 

@@ -60,7 +60,7 @@ def with_trainer(**settings: Any) -> Callable[[Any], Any]:
 
 
 def with_display(**settings: Any) -> Callable[[Any], Any]:
-    """As a new user gets it at a terminal: display, history and the look at every loss."""
+    """As a new user gets it at a terminal: display, history and the check of every loss."""
     console = Console(file=io.StringIO(), force_terminal=True, width=120)
     # Drawn once, at the start: how often the clock asks for it is not the same on every machine.
     display = ProgressDisplay(refresh_per_second=1e-9, console=console)
@@ -158,7 +158,7 @@ class CountTransfers(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("print_every", [10, 50])
-def test_losses_come_to_the_host_once_per_report(print_every: int) -> None:
+def test_losses_are_copied_to_the_host_once_per_report(print_every: int) -> None:
     run = with_display(print_every=print_every)
     batches = make_batches(NUM_STEPS)
     with CountTransfers() as transfers:
@@ -186,7 +186,7 @@ def test_strategies_make_at_most_6_more_python_calls_per_step() -> None:
 
 
 @pytest.mark.slow
-def test_thousands_of_steps_take_no_more_memory_than_one_thousand() -> None:
+def test_thousands_of_steps_use_no_more_memory_than_one_thousand() -> None:
     batch = make_batches(1)[0]
     process = psutil.Process()
     sizes: list[dict[str, int]] = []

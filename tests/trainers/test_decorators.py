@@ -126,7 +126,7 @@ class Declaring(TrainerDecorator):
         self.limit = 2 * value
 
 
-def test_what_a_layer_declares_is_its_own_in_any_order(problem: Problem) -> None:
+def test_declared_attributes_belong_to_the_layer_in_any_order(problem: Problem) -> None:
     inner = make_trainer(problem)
     layer = Declaring(inner)
     outer = Counting(TrainerDecorator(layer))
@@ -151,7 +151,7 @@ def test_an_undeclared_attribute_is_an_error_that_shows_the_declaration(problem:
         AMPTrainer(make_trainer(problem)).num_epoch = 3
 
 
-def test_a_trainer_that_declares_an_attribute_gets_it_through_layers(problem: Problem) -> None:
+def test_attributes_declared_by_the_trainer_are_set_through_layers(problem: Problem) -> None:
     class Declared(Trainer):
         note: str
 
@@ -160,7 +160,7 @@ def test_a_trainer_that_declares_an_attribute_gets_it_through_layers(problem: Pr
     assert inner.note == "kept inside"
 
 
-def test_capabilities_declare_all_that_they_set(problem: Problem) -> None:
+def test_capabilities_declare_every_attribute_they_set(problem: Problem) -> None:
     for kind in (AMPTrainer, AutoBatchTrainer, CompiledTrainer, DDPTrainer, FSDPTrainer, TimedTrainer):
         layer = kind(make_trainer(problem))
         declared = {
@@ -170,7 +170,7 @@ def test_capabilities_declare_all_that_they_set(problem: Problem) -> None:
         assert not declared & vars(layer.core).keys()
 
 
-def test_unwrap_returns_the_innermost(problem: Problem) -> None:
+def test_unwrap_returns_the_innermost_trainer(problem: Problem) -> None:
     inner = make_trainer(problem)
     assert AMPTrainer(DDPTrainer(inner)).unwrap() is inner
     assert TrainerDecorator(inner).unwrap() is inner
@@ -189,7 +189,7 @@ class Named(zae_engine.Trainer, plato.Trainer):
     ],
     ids=["fit", "run", "train_model"],
 )
-def test_whatever_starts_a_run_starts_it_on_the_layer_that_was_called(problem: Problem, start: Any) -> None:
+def test_every_method_that_starts_a_run_starts_it_on_the_called_layer(problem: Problem, start: Any) -> None:
     outer = Counting(TrainerDecorator(Counting(make_trainer(problem, Named), "inner")))
     start(outer, problem.batches)
     assert outer.seen.count("train_step") == 12
@@ -197,7 +197,7 @@ def test_whatever_starts_a_run_starts_it_on_the_layer_that_was_called(problem: P
 
 
 class Own(zae_engine.Trainer, plato.Trainer):
-    """Overrides entry methods, and has one of its own."""
+    """Overrides entry methods, and adds one."""
 
     def train_model(self, config: Mapping[str, Any], trainset: Any, sampler: Any = None) -> None:
         self.was_called = True
@@ -221,7 +221,7 @@ class Own(zae_engine.Trainer, plato.Trainer):
     ],
     ids=["train", "train_model", "run", "pretrain"],
 )
-def test_methods_of_a_users_trainer_start_runs_on_the_layer_that_was_called(
+def test_methods_of_a_user_trainer_start_runs_on_the_called_layer(
     problem: Problem, start: Any, name: str, value: Any
 ) -> None:
     inner = make_trainer(problem, Own, num_epochs=1)
@@ -247,7 +247,7 @@ def test_a_decorator_overrides_an_entry_method_with_super(problem: Problem) -> N
     assert outer.seen.count("test_step") == 12
 
 
-def test_strategies_that_a_layer_was_equipped_with_stay_set_up(problem: Problem) -> None:
+def test_strategies_equipped_through_a_layer_remain_set_up(problem: Problem) -> None:
     outer = Counting(make_trainer(problem))
     equip(outer, loss=CrossEntropyLossStrategy(label_smoothing=0.1))
     outer.fit(problem.batches, max_length=Epochs(1))
@@ -255,7 +255,7 @@ def test_strategies_that_a_layer_was_equipped_with_stay_set_up(problem: Problem)
     assert outer.history is outer.core.history
 
 
-def test_a_step_is_equipped_through_a_layer_unless_the_trainer_has_its_own(problem: Problem) -> None:
+def test_a_layer_equips_a_step_strategy_unless_train_step_is_overridden(problem: Problem) -> None:
     class OwnStep(Trainer):
         def train_step(self, batch: Any) -> Mapping[str, Any]:
             return {"loss": self.model(batch[0]).mean()}
@@ -266,7 +266,7 @@ def test_a_step_is_equipped_through_a_layer_unless_the_trainer_has_its_own(probl
         equip(Counting(make_trainer(problem, OwnStep)), training_step=strategy)
 
 
-def test_a_precision_strategy_goes_with_a_step_of_a_subclass(problem: Problem) -> None:
+def test_a_precision_strategy_works_with_an_overridden_step(problem: Problem) -> None:
     class OwnStep(Trainer):
         def train_step(self, batch: Any) -> Mapping[str, Any]:
             inputs, targets = batch
@@ -306,14 +306,14 @@ def test_a_training_process_trains_with_the_layers(kind: type[Trainer], problem:
     assert not torch.equal(weights[0], plain.model[0].weight)
 
 
-def test_a_layer_keeps_a_method_of_another_trainer_as_it_is(problem: Problem) -> None:
+def test_a_layer_does_not_rebind_a_method_of_another_trainer(problem: Problem) -> None:
     teacher = make_trainer(problem)
     student = make_trainer(problem)
     student.ask = teacher.predict
     assert Counting(student).ask.__self__ is teacher
 
 
-def test_what_a_method_keeps_of_self_can_be_pickled_with_the_layer(problem: Problem) -> None:
+def test_attributes_that_refer_to_self_can_be_pickled_with_the_layer(problem: Problem) -> None:
     outer = Counting(make_trainer(problem, Remembering))
     outer.remember()
     twin = pickle.loads(pickle.dumps(outer))
@@ -339,14 +339,14 @@ def test_every_layer_is_a_trainer(problem: Problem) -> None:
         assert (inner.options.momentum, layer.current_epoch, layer.weight_buffer) == (0.5, 1, None)
 
 
-def test_the_decorated_trainer_alone_trains_as_it_is(problem: Problem) -> None:
+def test_the_decorated_trainer_used_directly_is_unchanged(problem: Problem) -> None:
     inner = make_trainer(problem)
     outer = Counting(inner)
     inner.fit(problem.batches, max_length=Epochs(1))
     assert outer.seen == []
 
 
-def test_an_evaluation_inside_a_run_goes_through_all_layers(problem: Problem) -> None:
+def test_an_evaluation_inside_a_run_passes_through_all_layers(problem: Problem) -> None:
     class Curious(Trainer):
         def after_step(self, output: Mapping[str, Any]) -> None:
             super().after_step(output)
@@ -370,7 +370,7 @@ def test_decorated_and_extended_trainers_can_be_pickled_and_copied(problem: Prob
     assert Trainer.add_on(StateManagerAddon, PrecisionMixerAddon) is extended
 
 
-def test_an_unknown_keyword_names_the_nearest(problem: Problem) -> None:
+def test_an_unknown_keyword_suggests_the_nearest(problem: Problem) -> None:
     with pytest.raises(ConfigError, match="unknown keyword 'precison': did you mean 'precision'"):
         AMPTrainer(make_trainer(problem), precison="bf16")
     with pytest.raises(ConfigError, match="expected a trainer to decorate, got Linear"):
@@ -380,7 +380,7 @@ def test_an_unknown_keyword_names_the_nearest(problem: Problem) -> None:
 # ------------------------------------------------------------------ combining
 
 
-def test_the_same_capability_twice_is_refused(problem: Problem) -> None:
+def test_the_same_capability_twice_is_rejected(problem: Problem) -> None:
     with pytest.raises(ConfigError, match="the trainer has mixed precision already"):
         AMPTrainer(DDPTrainer(AMPTrainer(make_trainer(problem))))
     with pytest.raises(
@@ -391,7 +391,7 @@ def test_the_same_capability_twice_is_refused(problem: Problem) -> None:
         DDPTrainer(make_trainer(problem, Trainer.add_on(MultiGPUAddon)))
 
 
-def test_a_conflict_is_refused_with_its_reason_in_either_order(problem: Problem) -> None:
+def test_a_conflict_of_layers_is_rejected_with_its_reason_in_either_order(problem: Problem) -> None:
     class Picky(Capability):
         kind = "pickiness"
         conflicts: ClassVar[Mapping[str, str]] = {"mixed precision": "it wants every bit"}
@@ -408,7 +408,7 @@ def test_a_conflict_is_refused_with_its_reason_in_either_order(problem: Problem)
             combine()
 
 
-def test_a_precision_of_strategy_and_layer_together_is_refused(problem: Problem) -> None:
+def test_a_precision_strategy_with_a_precision_layer_is_rejected(problem: Problem) -> None:
     strategy = MixedPrecisionStepStrategy(precision="bf16")
     trainer = AMPTrainer(ComposableTrainer(problem.model(), training_step_strategy=strategy, verbose=False))
     with pytest.raises(ConfigError, match="mixed precision twice"):
@@ -446,7 +446,7 @@ def test_decorator_add_on_and_strategy_give_the_same_bits(problem: Problem, prec
         assert_same_weights(trainer.model, first)
 
 
-def test_data_parallel_alone_gives_the_bits_of_the_plain_trainer(problem: Problem) -> None:
+def test_data_parallel_in_one_process_equals_the_plain_trainer(problem: Problem) -> None:
     trainers = [
         make_trainer(problem),
         DDPTrainer(make_trainer(problem)),
@@ -474,7 +474,7 @@ def test_a_float16_run_is_resumed_with_its_scale(problem: Problem, tmp_path: Any
 
 
 class LookAtScale(Callback):
-    """Notes the scale of every step, and fails in the step it is told, once."""
+    """Records the scale of every step, and fails once in the given step."""
 
     def __init__(self, fails_at: int = -1) -> None:
         self.scales: list[float] = []
@@ -496,7 +496,7 @@ def test_a_new_float16_run_starts_with_the_initial_scale(problem: Problem) -> No
     assert look.scales == [2.0**40, 2.0**39, 2.0**38] * 2
 
 
-def test_a_float16_run_goes_on_after_an_error_in_the_middle_of_a_step(problem: Problem) -> None:
+def test_a_float16_run_continues_after_an_error_within_a_step(problem: Problem) -> None:
     look = LookAtScale(fails_at=2)
     trainer = AMPTrainer(make_trainer(problem, callbacks=[look]), precision="fp16", init_scale=2.0**40)
     with pytest.raises(ZeroDivisionError):
@@ -505,7 +505,7 @@ def test_a_float16_run_goes_on_after_an_error_in_the_middle_of_a_step(problem: P
     assert look.scales == [2.0**40, 2.0**39, 2.0**38, 2.0**38, 2.0**37]
 
 
-def test_a_manual_step_that_overflows_at_the_end_of_a_window_is_skipped_once(problem: Problem) -> None:
+def test_a_manual_step_with_an_overflow_at_the_end_of_a_window_is_skipped_once(problem: Problem) -> None:
     def train_step(trainer: Any, batch: Any) -> dict[str, Any]:
         loss = torch.nn.functional.cross_entropy(trainer.model(batch[0]), batch[1])
         trainer.context.backward(loss)
@@ -523,7 +523,7 @@ def test_a_manual_step_that_overflows_at_the_end_of_a_window_is_skipped_once(pro
 # ------------------------------------------------------------------ making
 
 
-def test_class_methods_and_factory_make_the_layers(problem: Problem) -> None:
+def test_class_methods_and_factory_build_the_layers(problem: Problem) -> None:
     model = problem.model()
     assert type(DDPTrainer.from_single_process(model).trainer) is SingleProcess
     assert type(DDPTrainer.from_single_process(model, amp=True, precision="bf16").trainer) is SingleProcessAMP
@@ -545,7 +545,7 @@ def test_an_unknown_name_suggests_the_nearest() -> None:
         build_trainer("ddpamp")
 
 
-def test_a_list_of_devices_asks_for_as_many_processes(problem: Problem) -> None:
+def test_a_list_of_devices_sets_the_number_of_processes(problem: Problem) -> None:
     trainer = Trainer.add_on(MultiGPUAddon)(problem.model(), ["cpu", "cpu"], init_method="tcp://localhost:12355")
     assert trainer.num_processes == 2
 
@@ -562,7 +562,7 @@ def test_explain_shows_the_layers(problem: Problem) -> None:
     assert shown == ["AMPTrainer", "DDPTrainer (decorated)", "Trainer (decorated)", "SingleProcessTrainer (decorated)"]
 
 
-def test_a_dry_run_of_layers_puts_everything_back(problem: Problem) -> None:
+def test_a_dry_run_through_layers_restores_everything(problem: Problem) -> None:
     trainer = AMPTrainer(DDPTrainer(make_trainer(problem)), precision="bf16")
     before = [parameter.clone() for parameter in trainer.model.parameters()]
     trainer.fit(problem.batches, problem.batches, dry_run=True)
@@ -570,12 +570,12 @@ def test_a_dry_run_of_layers_puts_everything_back(problem: Problem) -> None:
     assert trainer.context.progress.batches == 0
 
 
-def test_a_sharded_trainer_has_no_buckets_to_size(problem: Problem) -> None:
+def test_a_sharded_trainer_rejects_a_bucket_size(problem: Problem) -> None:
     with pytest.raises(ConfigError, match="bucket_size: torch sends the gradients of a sharded model block by block"):
         FSDPTrainer(Trainer(problem.model(), "cpu"), bucket_size=1)
 
 
-def test_arguments_of_layers_that_would_have_no_effect_are_refused(problem: Problem) -> None:
+def test_layer_arguments_without_effect_are_rejected(problem: Problem) -> None:
     with pytest.raises(ConfigError, match="init_scale: only float16 is scaled, got precision='bf16'"):
         AMPTrainer(make_trainer(problem), precision="bf16", init_scale=4.0)
     with pytest.raises(ConfigError, match="max_restarts: only processes that the trainer starts are restarted"):

@@ -115,7 +115,7 @@ def test_strategy_hooks_still_run_before_callbacks() -> None:
     assert notes == ["newer set up", "newer starts", "callback starts"]
 
 
-def test_another_loss_counts_even_after_a_run() -> None:
+def test_a_new_loss_is_used_even_after_a_run() -> None:
     equipped, plain = _trainer(), _trainer(loss_strategy=Squared())
     equipped.evaluate(DATA)
     equip(equipped, loss=Squared())
@@ -162,7 +162,7 @@ def test_invalid_strategies_are_rejected_without_change(strategies: dict[str, An
     assert issubclass(UnknownNameError, ConfigError)
 
 
-def test_a_trainer_that_runs_or_is_closed_cannot_be_equipped() -> None:
+def test_a_running_or_closed_trainer_cannot_be_equipped() -> None:
     class Equipping(ModelUpdateStrategy):
         def on_train_start(self, context: Any) -> None:
             equip(context.run.trainer, loss=Squared())

@@ -78,13 +78,13 @@ class Decorator(TrainerDecorator):
     """A layer that passes every verb on."""
 
 
-def test_a_prompt_shows_the_tree_as_it_is(problem: Problem) -> None:
-    told = Trainer(problem.model(), verbose=False).explain()
-    assert repr(told) == str(told)
-    assert told.count("\n") > 3
+def test_a_notebook_prompt_shows_the_explain_tree(problem: Problem) -> None:
+    reported = Trainer(problem.model(), verbose=False).explain()
+    assert repr(reported) == str(reported)
+    assert reported.count("\n") > 3
 
 
-def test_the_whole_tree(problem: Problem, tmp_path: Path) -> None:
+def test_explain_prints_the_whole_tree(problem: Problem, tmp_path: Path) -> None:
     trainer = Trainer.add_on(Loud)(
         problem.model(),
         "cpu",
@@ -106,7 +106,7 @@ def test_the_whole_tree(problem: Problem, tmp_path: Path) -> None:
             "│   ├── Trainer",
             "│   └── SingleProcessTrainer",
             "├── model: Sequential on cpu, 103 parameters, 103 of them trainable",
-            "├── verbs and seams",
+            "├── overridden verbs and methods",
             "│   ├── after_step → Loud",
             "│   ├── get_optimizer → AdamOptimizerStrategy(lr=0.01)",
             "│   └── get_lr_scheduler → StepLRSchedulerStrategy(step_size=1, gamma=0.5)",
@@ -115,30 +115,30 @@ def test_the_whole_tree(problem: Problem, tmp_path: Path) -> None:
             "│   └── lr_scheduler: StepLRSchedulerStrategy(step_size=1, gamma=0.5)",
             "├── callbacks, in order",
             "│   └── NonFiniteLoss",
-            "└── epoch 1 of 3",
+            "└── next epoch: 1 of 3",
             "    ├── 12 batches of 8 samples",
             "    ├── 3 windows of up to 5 batches, 3 updates",
             "    ├── learning rate 0.01 → 0.005",
-            "    ├── 1 validation (Epochs(1)) of 4 batches",
-            f"    ├── 1 checkpoint (Epochs(1)), the last one {tmp_path / 'ck_epoch_1_iter_12'}",
+            "    ├── 1 validation of 4 batches, every epoch",
+            f"    ├── 1 checkpoint, every epoch, the last one {tmp_path / 'ck_epoch_1_iter_12'}",
             f"    └── the best validation in {tmp_path / 'best_ck'}",
         ]
     )
 
 
-def test_an_empty_trainer_says_what_it_lacks() -> None:
+def test_explain_of_an_empty_trainer_lists_what_is_missing() -> None:
     text = Trainer(verbose=False).explain()
     assert "no model yet: give the trainer one" in text
     assert "no training data yet: pass it to fit" in text
 
 
-def test_data_without_a_model_is_counted(problem: Problem) -> None:
+def test_explain_counts_data_without_a_model(problem: Problem) -> None:
     text = Trainer(train_dataset=problem.batches, verbose=False).explain()
     assert "12 batches of 8 samples" in text
     assert "learning rate unknown without an optimizer" in text
 
 
-def test_a_stream_has_an_unknown_number_of_batches(problem: Problem) -> None:
+def test_explain_shows_an_unknown_number_of_batches_for_a_stream(problem: Problem) -> None:
     class Stream(torch_data.IterableDataset[Any]):
         def __iter__(self) -> Any:
             raise AssertionError("explaining reads no data")
@@ -148,7 +148,7 @@ def test_a_stream_has_an_unknown_number_of_batches(problem: Problem) -> None:
     assert "an unknown number of updates" in text
 
 
-def test_layers_follow_decorators_inward(problem: Problem) -> None:
+def test_explain_lists_layers_from_the_outside_in(problem: Problem) -> None:
     inner = Trainer.add_on(Loud, Quiet)(problem.model(), train_dataset=problem.batches, verbose=False)
     text = Decorator(inner).explain()
     names = ["Decorator", "Quiet (add-on)", "Loud (add-on)", "Trainer (decorated)", "SingleProcessTrainer (decorated)"]
@@ -158,7 +158,7 @@ def test_layers_follow_decorators_inward(problem: Problem) -> None:
     assert "12 batches" in text
 
 
-def test_a_seam_that_is_overridden_hides_its_strategy(problem: Problem) -> None:
+def test_an_overridden_method_hides_its_strategy_in_explain(problem: Problem) -> None:
     class Mine(Trainer):
         def get_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
             return torch.optim.SGD(model.parameters(), lr=0.25)
@@ -168,17 +168,17 @@ def test_a_seam_that_is_overridden_hides_its_strategy(problem: Problem) -> None:
     assert "learning rate 0.25\n" in text
 
 
-def test_a_function_in_place_of_a_verb_is_named(problem: Problem) -> None:
+def test_explain_names_a_function_that_replaces_a_verb(problem: Problem) -> None:
     def my_step(trainer: Trainer, batch: Any) -> dict[str, Tensor]:
         return {"loss": trainer.model(batch[0]).sum()}
 
     assert (
-        "train_step → test_a_function_in_place_of_a_verb_is_named.<locals>.my_step"
+        "train_step → test_explain_names_a_function_that_replaces_a_verb.<locals>.my_step"
         in trainer_of(problem, train_step=my_step).explain()
     )
 
 
-def test_callbacks_come_in_their_order(problem: Problem) -> None:
+def test_explain_lists_callbacks_in_call_order(problem: Problem) -> None:
     class First(Callback):
         pass
 
@@ -190,16 +190,16 @@ def test_callbacks_come_in_their_order(problem: Problem) -> None:
     assert "├── First\n│   ├── Second(every=3)\n│   └── NonFiniteLoss\n" in text
 
 
-def test_the_rest_of_a_running_epoch_is_told(problem: Problem) -> None:
+def test_explain_shows_the_rest_of_a_running_epoch(problem: Problem) -> None:
     trainer = trainer_of(problem, accumulation_steps=5)
     trainer.fit(max_length=Batches(5))
     text = trainer.explain()
-    assert "epoch 1 of 10, from batch 6 on" in text
+    assert "next epoch: 1 of 10, from batch 6 on" in text
     assert "7 batches of 8 samples" in text
     assert "2 windows of up to 5 batches, 2 updates" in text
 
 
-def test_a_trainer_at_its_end_says_so(problem: Problem) -> None:
+def test_explain_reports_a_finished_trainer(problem: Problem) -> None:
     trainer = trainer_of(problem, num_epochs=1)
     trainer.fit()
     lines = trainer.explain().splitlines()
@@ -209,7 +209,7 @@ def test_a_trainer_at_its_end_says_so(problem: Problem) -> None:
 
 @pytest.mark.parametrize("gives_objects", [True, False])
 @pytest.mark.parametrize("on_batch", [True, False])
-def test_the_rate_at_the_end_is_the_one_that_training_reaches(
+def test_the_final_rate_of_explain_equals_the_rate_of_training(
     problem: Problem, gives_objects: bool, on_batch: bool
 ) -> None:
     model = problem.model()
@@ -233,11 +233,11 @@ def test_the_rate_at_the_end_is_the_one_that_training_reaches(
     )
 
 
-def test_a_rate_that_follows_a_metric_is_told(problem: Problem) -> None:
+def test_explain_reports_a_rate_that_depends_on_a_metric(problem: Problem) -> None:
     assert "learning rate 0.1, and follows a metric" in trainer_of(problem, lr_scheduler=ReduceLROnPlateau).explain()
 
 
-def test_a_scheduler_step_of_the_user_is_not_called(problem: Problem) -> None:
+def test_explain_does_not_call_a_scheduler_step_of_the_user(problem: Problem) -> None:
     class Mine(Trainer):
         def scheduler_step(self, interval: str, metrics: Mapping[str, float] | None = None) -> None:
             raise AssertionError("explaining calls no verb of the user's")
@@ -246,7 +246,9 @@ def test_a_scheduler_step_of_the_user_is_not_called(problem: Problem) -> None:
 
 
 @pytest.mark.parametrize("period", [Batches(4), Batches(5), Epochs(1), Epochs(2), Batches({3, 12})])
-def test_as_many_validations_and_checkpoints_as_training_makes(problem: Problem, tmp_path: Path, period: Any) -> None:
+def test_explain_counts_the_validations_and_checkpoints_of_training(
+    problem: Problem, tmp_path: Path, period: Any
+) -> None:
     class Count(Callback):
         def __init__(self) -> None:
             self.validations = 0
@@ -276,7 +278,7 @@ def test_as_many_validations_and_checkpoints_as_training_makes(problem: Problem,
 
 
 @pytest.mark.parametrize("epochs", [0, 1])
-def test_explaining_changes_no_state(problem: Problem, tmp_path: Path, epochs: int) -> None:
+def test_explain_changes_no_state(problem: Problem, tmp_path: Path, epochs: int) -> None:
     trainer = trainer_of(problem, lr_scheduler=partial(StepLR, step_size=1), checkpoint_dir=tmp_path / "ck")
     if epochs:
         trainer.fit(max_length=Epochs(epochs))
@@ -288,7 +290,7 @@ def test_explaining_changes_no_state(problem: Problem, tmp_path: Path, epochs: i
     assert sorted(tmp_path.rglob("*")) == files
 
 
-def test_a_seam_that_draws_random_numbers_is_asked_without_a_trace(problem: Problem) -> None:
+def test_explain_restores_the_rng_after_a_method_that_draws(problem: Problem) -> None:
     class Random(Trainer):
         def get_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
             return torch.optim.SGD(model.parameters(), lr=float(torch.rand(1)))
@@ -299,7 +301,7 @@ def test_a_seam_that_draws_random_numbers_is_asked_without_a_trace(problem: Prob
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_training_after_explaining_equals_training_without(problem: Problem) -> None:
+def test_training_after_explain_equals_training_without(problem: Problem) -> None:
     def train(explains: bool) -> Trainer:
         torch.manual_seed(5)
         model = problem.model(dropout=0.2)
@@ -330,7 +332,7 @@ def test_training_after_explaining_equals_training_without(problem: Problem) -> 
 
 
 @pytest.mark.parametrize("epochs", [0, 1])
-def test_a_dry_run_leaves_everything_as_it_was(problem: Problem, tmp_path: Path, epochs: int) -> None:
+def test_a_dry_run_restores_everything(problem: Problem, tmp_path: Path, epochs: int) -> None:
     class Seen(Callback):
         calls = 0
 
@@ -357,7 +359,7 @@ def test_a_dry_run_leaves_everything_as_it_was(problem: Problem, tmp_path: Path,
     assert [module.training for module in trainer.model] == [True, True, False, True]
 
 
-def test_modes_and_buffers_that_no_checkpoint_holds_are_put_back(problem: Problem) -> None:
+def test_a_dry_run_restores_modes_and_buffers_that_checkpoints_lack(problem: Problem) -> None:
     class Counting(nn.Linear):
         calls: Tensor
 
@@ -407,7 +409,7 @@ def test_training_after_a_dry_run_equals_training_without(problem: Problem, own_
     assert tried_counts == plain_counts
 
 
-def test_a_decorated_trainer_is_tried_through_its_layers(problem: Problem) -> None:
+def test_a_dry_run_of_a_decorated_trainer_passes_through_its_layers(problem: Problem) -> None:
     trainer = trainer_of(problem)
     _ = trainer.optimizer
     before = copy.deepcopy(trainer.state_dict())
@@ -415,13 +417,13 @@ def test_a_decorated_trainer_is_tried_through_its_layers(problem: Problem) -> No
     assert_equal(trainer.state_dict(), before)
 
 
-def test_data_lent_to_a_dry_run_is_not_kept(problem: Problem) -> None:
+def test_data_given_to_a_dry_run_is_not_kept(problem: Problem) -> None:
     trainer = trainer_of(problem, train_dataset=None, val_dataset=None)
     trainer.fit(problem.batches, problem.batches, dry_run=True)
     assert trainer.context.run.data == {"train": None, "valid": None, "test": None}
 
 
-def test_the_history_is_that_of_one_window_and_one_validation_batch(problem: Problem) -> None:
+def test_a_dry_run_has_the_history_of_one_window_and_one_validation_batch(problem: Problem) -> None:
     model = problem.model()
     trainer = Trainer(model, accumulation_steps=5, shuffle=False, verbose=False)
     expected = [nn.functional.cross_entropy(model(x), y).item() for x, y in problem.batches[:5]]
@@ -431,12 +433,12 @@ def test_the_history_is_that_of_one_window_and_one_validation_batch(problem: Pro
     assert history is not trainer.history
 
 
-def test_a_window_longer_than_the_epoch_ends_with_it(problem: Problem) -> None:
+def test_a_dry_run_window_longer_than_the_epoch_ends_with_it(problem: Problem) -> None:
     trainer = trainer_of(problem, accumulation_steps=50)
     assert len(trainer.fit(dry_run=True).losses) == 12
 
 
-def test_one_validation_batch_and_a_checkpoint_elsewhere(
+def test_a_dry_run_validates_one_batch_and_writes_no_user_checkpoint(
     problem: Problem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
@@ -461,7 +463,7 @@ def test_one_validation_batch_and_a_checkpoint_elsewhere(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_report_has_what_was_measured(problem: Problem, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_dry_run_report_holds_the_measured_values(problem: Problem, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = trainer_of(problem, verbose=True)
     loss = trainer.fit(dry_run=True).losses[0]
     lines = capsys.readouterr().out.splitlines()
@@ -473,7 +475,7 @@ def test_the_report_has_what_was_measured(problem: Problem, capsys: pytest.Captu
     assert len(lines) == 7
 
 
-def test_a_parameter_without_gradient_is_named(problem: Problem, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_names_a_parameter_without_gradient(problem: Problem, capsys: pytest.CaptureFixture[str]) -> None:
     class Forgetful(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -486,7 +488,7 @@ def test_a_parameter_without_gradient_is_named(problem: Problem, capsys: pytest.
     assert capsys.readouterr().out.endswith("  problem     no gradient reached forgotten.weight, forgotten.bias\n")
 
 
-def test_gradients_that_a_step_by_hand_clears_are_seen(problem: Problem, recwarn: pytest.WarningsRecorder) -> None:
+def test_a_dry_run_sees_gradients_that_a_manual_step_clears(problem: Problem, recwarn: pytest.WarningsRecorder) -> None:
     def by_hand(trainer: Trainer, batch: Any) -> dict[str, Tensor]:
         loss = nn.functional.cross_entropy(trainer.model(batch[0]), batch[1])
         trainer.context.backward(loss)
@@ -497,19 +499,19 @@ def test_gradients_that_a_step_by_hand_clears_are_seen(problem: Problem, recwarn
     assert list(recwarn) == []
 
 
-def test_a_quiet_trainer_warns_of_what_it_found(problem: Problem, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_quiet_trainer_warns_about_dry_run_findings(problem: Problem, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.warns(UserWarning, match="dry run: there is no validation data"):
         trainer_of(problem, val_dataset=None).fit(dry_run=True)
     assert capsys.readouterr().out == ""
 
 
-def test_a_loss_that_is_not_finite_is_found(problem: Problem) -> None:
+def test_a_dry_run_finds_a_loss_that_is_not_finite(problem: Problem) -> None:
     data = [(x * math.inf, y) for x, y in problem.batches]
     with pytest.warns(UserWarning, match="the loss is not finite"):
         trainer_of(problem, train_dataset=data).fit(dry_run=True)
 
 
-def test_a_model_left_in_evaluation_mode_and_missing_targets_are_found(problem: Problem) -> None:
+def test_a_dry_run_finds_evaluation_mode_and_missing_targets(problem: Problem) -> None:
     def step(trainer: Trainer, batch: Any) -> dict[str, Tensor]:
         trainer.model.eval()
         return {"loss": trainer.model(batch).square().mean()}
@@ -524,7 +526,7 @@ def test_a_model_left_in_evaluation_mode_and_missing_targets_are_found(problem: 
     assert trainer.model.training
 
 
-def test_a_failure_comes_with_its_note_and_changes_nothing(problem: Problem) -> None:
+def test_a_failed_dry_run_adds_a_note_and_changes_nothing(problem: Problem) -> None:
     def fail(trainer: Trainer, batch: Any) -> dict[str, Tensor]:
         torch.rand(1)
         if trainer.context.progress.batch == 1:
@@ -540,7 +542,7 @@ def test_a_failure_comes_with_its_note_and_changes_nothing(problem: Problem) -> 
     assert_equal(trainer.state_dict(), before)
 
 
-def test_mistakes_are_named(problem: Problem) -> None:
+def test_explain_and_dry_run_reject_invalid_arguments_by_name(problem: Problem) -> None:
     with pytest.raises(ConfigError, match="the trainer has no model"):
         Trainer().fit(problem.batches, dry_run=True)
     with pytest.raises(ConfigError, match="cannot be combined with resume"):
@@ -549,7 +551,7 @@ def test_mistakes_are_named(problem: Problem) -> None:
         trainer_of(problem).fit(iter(problem.batches), dry_run=True)
 
 
-def test_a_trainer_is_shown_with_its_model_and_layers(problem: Problem) -> None:
+def test_the_repr_of_a_trainer_shows_its_model_and_layers(problem: Problem) -> None:
     trainer = Trainer(problem.model(), "cpu", verbose=False)
     trainer.fit(problem.batches, max_length=Epochs(1))
     shown = "Trainer(model=Sequential, device=cpu, 1 epoch done)"

@@ -82,7 +82,7 @@ def _replaced(value: Any, keys: _Keys, new: Any) -> Any:
 
 # Names of callbacks that the trainer lacks, and rows of a log that are gone, are warned about.
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_any_forged_state_is_restored_or_refused_in_one_sentence(tmp_path: Path, state: dict[str, Any]) -> None:
+def test_any_forged_state_is_restored_or_rejected_in_one_sentence(tmp_path: Path, state: dict[str, Any]) -> None:
     chance, places = random.Random(0), list(_places(state))
     num_refused = 0
     for _ in range(_FORGERIES):
@@ -121,7 +121,7 @@ def test_any_forged_state_is_restored_or_refused_in_one_sentence(tmp_path: Path,
         (("rng", "torch"), torch.ones(2), "rng: .*"),
     ],
 )
-def test_the_sentence_names_the_key(
+def test_the_state_error_names_the_key(
     tmp_path: Path, state: dict[str, Any], keys: _Keys, value: Any, sentence: str
 ) -> None:
     path = store.save(tmp_path / "forged", _replaced(state, keys, value))
@@ -129,7 +129,7 @@ def test_the_sentence_names_the_key(
         trainer(tmp_path).load_checkpoint(path)
 
 
-def test_a_layer_names_its_section(problem: Problem, tmp_path: Path) -> None:
+def test_the_state_error_names_the_section_of_a_layer(problem: Problem, tmp_path: Path) -> None:
     def layered() -> Any:
         return AMPTrainer(Trainer(problem.model(), verbose=False), precision="fp16")
 
@@ -154,9 +154,7 @@ class _Participant(_Strict):
 
 
 @pytest.mark.parametrize("register", [False, True])
-def test_an_error_of_a_users_code_keeps_its_type_and_gets_a_note(
-    problem: Problem, tmp_path: Path, register: bool
-) -> None:
+def test_an_error_in_user_code_keeps_its_type_and_gets_a_note(problem: Problem, tmp_path: Path, register: bool) -> None:
     def make() -> Trainer:
         made = Trainer(problem.model(), verbose=False, callbacks=[] if register else [_Strict()])
         if register:
@@ -171,7 +169,7 @@ def test_an_error_of_a_users_code_keeps_its_type_and_gets_a_note(
     assert any(str(path) in note for note in caught.value.__notes__)
 
 
-def test_a_state_of_the_same_form_is_restored_from_other_settings(tmp_path: Path, state: dict[str, Any]) -> None:
+def test_a_state_of_the_same_structure_fits_other_settings(tmp_path: Path, state: dict[str, Any]) -> None:
     """Settings that torch saves as None, a number or a tensor may be another of these."""
     changes: list[tuple[_Keys, Any]] = [
         (("optimizers", 0, "param_groups", 0, "lr"), torch.tensor(0.5)),
@@ -187,7 +185,7 @@ def test_a_state_of_the_same_form_is_restored_from_other_settings(tmp_path: Path
 
 # Names of callbacks that the trainer lacks, and rows of a log that are gone, are warned about.
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_the_trainer_of_a_forgery_trains_if_it_is_restored(tmp_path: Path, state: dict[str, Any]) -> None:
+def test_a_trainer_restored_from_a_forged_state_trains(tmp_path: Path, state: dict[str, Any]) -> None:
     chance = random.Random(1)
     places = [
         keys for keys in _places(state) if keys[0] in ("meter", "saver", "validated_at", "callbacks", "schedulers")

@@ -13,7 +13,7 @@ from problem import Problem
 
 from dovetail import Epochs
 from dovetail.callbacks import Callback
-from dovetail.runtime.signals import Interrupted, listening
+from dovetail.runtime.signals import Interrupted, install_handlers_once
 from dovetail.trainers import Trainer
 from dovetail.trainers.context import TrainingContext
 
@@ -46,16 +46,16 @@ def in_place() -> dict[int, Any]:
 
 
 @pytest.mark.parametrize("number", HANDLERS)
-def test_a_signal_ends_a_run_among_many(number: int, problem: Problem) -> None:
-    with listening(), pytest.raises(Interrupted) as told:
+def test_a_signal_ends_one_of_many_runs(number: int, problem: Problem) -> None:
+    with install_handlers_once(), pytest.raises(Interrupted) as reported:
         training(problem, lambda: signal.raise_signal(number)).fit(problem.batches, max_length=Epochs(1))
-    assert told.value.number == number
+    assert reported.value.number == number
     assert in_place() == HANDLERS
 
 
-def test_a_run_among_many_leaves_the_handlers_to_the_next(problem: Problem) -> None:
+def test_one_of_many_runs_leaves_the_signal_handlers_installed(problem: Problem) -> None:
     found = []
-    with listening():
+    with install_handlers_once():
         before = in_place()
         for _ in range(2):
             trainer = training(problem, lambda: found.append(in_place()))
@@ -65,39 +65,39 @@ def test_a_run_among_many_leaves_the_handlers_to_the_next(problem: Problem) -> N
     assert in_place() == HANDLERS
 
 
-def test_between_runs_ctrl_c_is_that_of_python() -> None:
-    with pytest.raises(KeyboardInterrupt) as told, listening():
+def test_between_runs_ctrl_c_raises_keyboard_interrupt() -> None:
+    with pytest.raises(KeyboardInterrupt) as reported, install_handlers_once():
         signal.raise_signal(signal.SIGINT)
-    assert type(told.value) is KeyboardInterrupt
+    assert type(reported.value) is KeyboardInterrupt
     assert in_place() == HANDLERS
 
 
 def test_between_runs_sigterm_ends_the_process() -> None:
     child = os.fork()
     if child == 0:
-        with listening():
+        with install_handlers_once():
             signal.raise_signal(signal.SIGTERM)
         os._exit(0)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
 
 
-def test_handlers_of_the_users_own_stay() -> None:
-    heard: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+def test_signal_handlers_of_the_user_are_kept() -> None:
+    received: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
     try:
-        with listening():
+        with install_handlers_once():
             signal.raise_signal(signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    assert heard == [signal.SIGTERM]
+    assert received == [signal.SIGTERM]
 
 
 def test_signals_do_not_stop_a_run_in_another_thread(problem: Problem) -> None:
     trainer = Trainer(problem.model(), verbose=False)
     trained = threading.Thread(target=lambda: trainer.fit(problem.batches, max_length=Epochs(1)))
     listeners = []
-    with listening() as mine:
-        other = threading.Thread(target=lambda: listeners.append(listening().__enter__()))
+    with install_handlers_once() as mine:
+        other = threading.Thread(target=lambda: listeners.append(install_handlers_once().__enter__()))
         for thread in (trained, other):
             thread.start()
             thread.join()

@@ -40,7 +40,7 @@ def loss(**settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("make", [model, loss, lambda: nn.CrossEntropyLoss(torch.ones(3)), lambda: {"a": [1, None]}])
-def test_equal_pieces_read_the_same(make: Any) -> None:
+def test_equal_strategies_have_equal_descriptions(make: Any) -> None:
     assert read_by(make(), KNOWN) == read_by(make(), KNOWN)
 
 
@@ -56,7 +56,7 @@ def test_equal_pieces_read_the_same(make: Any) -> None:
         lambda it: it.eval(),
     ],
 )
-def test_a_change_of_any_layer_is_seen(change: Any) -> None:
+def test_a_change_of_any_layer_changes_the_description(change: Any) -> None:
     changed = model()
     change(changed)
     assert read_by(changed, KNOWN) != read_by(model(), KNOWN)
@@ -93,11 +93,11 @@ def test_different_settings_compare_as_different(one: Any, other: Any) -> None:
     ],
     ids=lambda piece: type(piece).__name__,
 )
-def test_a_piece_with_code_of_its_own_may_read_anything(piece: Any) -> None:
-    with pytest.raises(UnknownError, match="may compute from anything"):
+def test_a_strategy_with_custom_code_is_not_comparable(piece: Any) -> None:
+    with pytest.raises(UnknownError, match="may read values that are not inputs of a graph"):
         read_by(piece, KNOWN)
 
 
-def test_a_strategy_that_is_not_known_may_read_anything() -> None:
+def test_an_unknown_strategy_is_not_comparable() -> None:
     with pytest.raises(UnknownError):
         read_by(loss(), frozenset())

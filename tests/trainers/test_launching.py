@@ -35,7 +35,7 @@ def same(one: torch.nn.Module, other: torch.nn.Module) -> None:
         torch.testing.assert_close(value, expected, rtol=0, atol=1e-12)
 
 
-def test_weights_history_metrics_and_rate_come_back_into_the_callers_objects_without_a_warning(
+def test_launch_returns_weights_history_metrics_and_rate_without_a_warning(
     problem: Problem, data: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def make(batch_size: int) -> tuple[Any, Any]:
@@ -51,7 +51,7 @@ def test_weights_history_metrics_and_rate_come_back_into_the_callers_objects_wit
     for length in (1, 2):
         for trainer in (alone, launched):
             trainer.fit(data, data, max_length=Epochs(length))
-        # The second time goes on with the momentum that the first has left.
+        # The second run continues with the momentum of the first.
         same(launched.model, alone.model)
     assert launched.model is model
     assert launched.history is history
@@ -64,7 +64,7 @@ def test_weights_history_metrics_and_rate_come_back_into_the_callers_objects_wit
     assert "Warning" not in capfd.readouterr().err
 
 
-def test_other_spellings_and_the_add_on_launch_too(problem: Problem, data: Any) -> None:
+def test_launch_works_with_other_spellings_and_the_add_on(problem: Problem, data: Any) -> None:
     alone = make_trainer(problem, zae_engine.Trainer, batch_size=16)
     alone.run(1, data)
     add_on = make_trainer(problem, zae_engine.Trainer.add_on(MultiGPUAddon), device=["cpu", "cpu"])
@@ -72,14 +72,14 @@ def test_other_spellings_and_the_add_on_launch_too(problem: Problem, data: Any) 
     same(add_on.model, alone.model)
 
 
-def test_workers_compute_as_the_caller_does_with_their_share_of_the_cores(
+def test_launched_workers_use_the_settings_of_the_caller_and_their_cores(
     problem: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def tells(trainer: Any, batch: Any) -> Any:
         trainer.context.state["found"] = [*arithmetic().values(), torch.get_num_threads()]
         return {"loss": trainer.model(batch[0]).sum()}
 
-    # What torch would begin with in a new process, and these are such: no fork begins with it.
+    # The settings of torch in a new process; a fork does not start with them.
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     trainer = DDPTrainer(make_trainer(problem, train_step=tells), num_processes=2)
     before = arithmetic()
@@ -94,7 +94,7 @@ def test_workers_compute_as_the_caller_does_with_their_share_of_the_cores(
     assert trainer.context.state["found"] == expected == ["float64", True, True, "high", share_of_threads(2)]
 
 
-def test_an_error_of_a_worker_arrives_with_its_own_traceback(problem: Problem, data: Any) -> None:
+def test_an_error_in_a_launched_worker_keeps_its_traceback(problem: Problem, data: Any) -> None:
     def fails_in_the_second(trainer: Any, batch: Any) -> Any:
         if trainer.context.process.share.rank == 1:
             raise LookupError("a worker has lost its way")
@@ -108,7 +108,7 @@ def test_an_error_of_a_worker_arrives_with_its_own_traceback(problem: Problem, d
     assert "while training: epoch 1, batch 1" in notes
 
 
-def test_what_cannot_be_sent_is_refused(problem: Problem, data: Any) -> None:
+def test_launch_rejects_objects_that_cannot_be_sent(problem: Problem, data: Any) -> None:
     trainer = DDPTrainer(make_trainer(problem), num_processes=2)
     trainer.unwrap().lock = threading.Lock()  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="cannot be sent to other processes"):

@@ -266,7 +266,7 @@ def test_two_optimizers_step_in_turn_as_written_by_hand(problem: Problem) -> Non
     assert trainer.context.progress.updates == 24
 
 
-def test_an_optimizer_that_asked_early_steps_when_the_window_closes(problem: Problem) -> None:
+def test_an_early_optimizer_step_is_delayed_until_the_window_closes(problem: Problem) -> None:
     """With a window of 2, a step asked for in the first batch only still happens in the second."""
 
     def train_step(trainer: Trainer, batch: Any) -> dict[str, Any]:
@@ -283,7 +283,7 @@ def test_an_optimizer_that_asked_early_steps_when_the_window_closes(problem: Pro
     assert_same_weights(ours, theirs)
 
 
-def test_a_window_asks_no_optimizer_that_an_error_left_waiting(problem: Problem) -> None:
+def test_an_optimizer_step_pending_at_an_error_is_dropped(problem: Problem) -> None:
     asked: list[torch.optim.Optimizer] = []
 
     class Look(Callback):
@@ -317,7 +317,7 @@ def test_a_window_asks_no_optimizer_that_an_error_left_waiting(problem: Problem)
 @pytest.mark.parametrize(
     ("length", "batches"), [(Epochs(2), 24), (Batches(17), 17), (Records(33), 5), (Updates(7), 7), (Epochs(0), 0)]
 )
-def test_training_ends_where_its_length_says(problem: Problem, length: Any, batches: int) -> None:
+def test_training_ends_at_its_length(problem: Problem, length: Any, batches: int) -> None:
     trainer = quiet(problem.model())
     if batches:
         trainer.fit(problem.batches, max_length=length)
@@ -327,7 +327,7 @@ def test_training_ends_where_its_length_says(problem: Problem, length: Any, batc
     assert trainer.context.progress.batches == batches
 
 
-def test_a_length_counts_from_the_start_of_the_trainer(problem: Problem) -> None:
+def test_a_length_counts_from_the_first_run_of_the_trainer(problem: Problem) -> None:
     once, twice = problem.model(), problem.model()
     quiet(once).fit(problem.batches, max_length=Epochs(3))
     trainer = quiet(twice)
@@ -336,7 +336,7 @@ def test_a_length_counts_from_the_start_of_the_trainer(problem: Problem) -> None
     assert_same_weights(once, twice)
 
 
-def test_stopping_and_going_on_in_the_middle_of_an_epoch_equals_one_run(problem: Problem) -> None:
+def test_stopping_and_continuing_within_an_epoch_equals_one_run(problem: Problem) -> None:
     once, pieces = problem.model(dropout=0.2), problem.model(dropout=0.2)
     data = (problem.x, problem.y)
     quiet(once, batch_size=8, seed=3).fit(data, max_length=Epochs(2))
@@ -484,7 +484,7 @@ class Remembering(nn.Module):
         return self.head(state)
 
 
-def test_training_goes_on_with_tensors_that_validation_kept(problem: Problem) -> None:
+def test_training_continues_with_tensors_created_in_validation(problem: Problem) -> None:
     model = Remembering()
     trainer = quiet(model)
     trainer.fit(problem.batches, problem.batches, max_length=Epochs(2), validation_period=Batches(5))
@@ -495,7 +495,7 @@ def test_training_goes_on_with_tensors_that_validation_kept(problem: Problem) ->
     assert trainer.history.rows[-1]["loss"] < trainer.history.rows[0]["loss"]
 
 
-def test_evaluate_and_predict_leave_counters_modes_logs_and_randomness(problem: Problem) -> None:
+def test_evaluate_and_predict_preserve_counters_modes_logs_and_rng(problem: Problem) -> None:
     trainer = quiet(problem.model(dropout=0.5))
     trainer.fit(problem.batches, max_length=Epochs(1))
     before = (trainer.context.progress.copy(), list(trainer.history.rows), torch.get_rng_state())
@@ -521,7 +521,7 @@ def test_evaluation_is_weighted_by_samples(problem: Problem) -> None:
     assert metrics["accuracy"] == pytest.approx((outputs.argmax(1) == problem.y[:13]).double().mean().item(), abs=1e-7)
 
 
-def test_training_data_are_evaluated_as_a_whole_wherever_training_stands(problem: Problem) -> None:
+def test_evaluate_on_training_data_covers_all_of_it_in_any_epoch(problem: Problem) -> None:
     def trained(*, looks: bool) -> nn.Module:
         trainer = quiet(problem.model(), seed=0)
         order = torch_data.RandomSampler(problem.batches)
@@ -535,7 +535,7 @@ def test_training_data_are_evaluated_as_a_whole_wherever_training_stands(problem
     assert_same_weights(trained(looks=False), trained(looks=True))
 
 
-def test_an_unknown_stage_is_named(problem: Problem) -> None:
+def test_an_unknown_stage_is_rejected_by_name(problem: Problem) -> None:
     trainer = quiet(problem.model())
     with pytest.raises(UnknownNameError, match=r"'tset'.*'test'"):
         trainer.evaluate(problem.batches, "tset")  # type: ignore[arg-type]
@@ -543,7 +543,7 @@ def test_an_unknown_stage_is_named(problem: Problem) -> None:
         trainer.evaluate(stage="train")
 
 
-def test_predictions_come_in_order_and_joined(problem: Problem) -> None:
+def test_predictions_are_in_order_and_concatenated(problem: Problem) -> None:
     model = problem.model()
     predicted = quiet(model, batch_size=7).predict(problem.x)
     with torch.no_grad():
@@ -577,14 +577,14 @@ class Stream:
         return iter(self.batches)
 
 
-def test_data_without_length_equals_data_with_it(problem: Problem) -> None:
+def test_data_without_length_trains_as_data_with_it(problem: Problem) -> None:
     listed, streamed = problem.model(), problem.model()
     quiet(listed, accumulation_steps=5).fit(problem.batches, max_length=Epochs(2))
     quiet(streamed, accumulation_steps=5).fit(Stream(problem.batches), max_length=Epochs(2))
     assert_same_weights(listed, streamed)
 
 
-def test_data_that_ends_before_its_length_inside_a_window_is_an_error(problem: Problem) -> None:
+def test_data_shorter_than_its_length_is_an_error_inside_a_window(problem: Problem) -> None:
     class Liar(Stream):
         def __len__(self) -> int:
             return 12
@@ -594,7 +594,7 @@ def test_data_that_ends_before_its_length_inside_a_window_is_an_error(problem: P
         trainer.fit(Liar(problem.batches[:6]), max_length=Epochs(1))
 
 
-def test_a_window_that_an_error_cut_short_is_not_continued(problem: Problem) -> None:
+def test_a_window_interrupted_by_an_error_is_not_continued(problem: Problem) -> None:
     class Fail(Callback):
         def on_step_end(self, context: TrainingContext, output: Any) -> None:
             if context.progress.batches == 2:
@@ -610,7 +610,7 @@ def test_a_window_that_an_error_cut_short_is_not_continued(problem: Problem) -> 
 
 
 @pytest.mark.parametrize("counts", [True, False])
-def test_a_train_epoch_of_ones_own_is_validated_and_saved_every_epoch(
+def test_an_overridden_train_epoch_is_validated_and_saved_every_epoch(
     problem: Problem, tmp_path: Path, counts: bool
 ) -> None:
     class OwnEpochs(Trainer):
@@ -663,7 +663,7 @@ class Once:
 
 
 @pytest.mark.parametrize("make", [one_by_one, iter, lambda batches: iter(torch_data.DataLoader(batches))])
-def test_data_that_can_be_read_once_is_refused_for_several_epochs(problem: Problem, make: Any) -> None:
+def test_one_pass_data_is_rejected_for_several_epochs(problem: Problem, make: Any) -> None:
     trainer = quiet(problem.model())
     with pytest.raises(DataError, match=r"the train data is a \w+, which can be read only once, .* Epochs\(2\)"):
         trainer.fit(make(problem.batches), max_length=Epochs(2))
@@ -672,7 +672,7 @@ def test_data_that_can_be_read_once_is_refused_for_several_epochs(problem: Probl
     assert trainer.context.progress.batches == 0
 
 
-def test_data_that_can_be_read_once_serves_one_epoch_at_a_time(problem: Problem) -> None:
+def test_one_pass_data_works_for_one_epoch_at_a_time(problem: Problem) -> None:
     streamed, listed = problem.model(), problem.model()
     trainer = quiet(streamed)
     for epoch in (1, 2):
@@ -695,7 +695,7 @@ def test_a_second_validation_without_batches_is_an_error(problem: Problem) -> No
 
 
 @pytest.mark.filterwarnings("ignore:the training data is empty")
-def test_a_length_that_is_never_reached_is_an_error(problem: Problem) -> None:
+def test_a_length_that_training_never_reaches_is_an_error(problem: Problem) -> None:
     class OwnEpochs(Trainer):
         def train_epoch(self) -> None:
             """Count nothing."""
@@ -705,7 +705,7 @@ def test_a_length_that_is_never_reached_is_an_error(problem: Problem) -> None:
             trainer.fit(data, max_length=Batches(3))
 
 
-def test_one_batch_is_enough(problem: Problem) -> None:
+def test_an_epoch_may_have_one_batch(problem: Problem) -> None:
     history = quiet(problem.model()).fit(problem.batches[:1], max_length=Epochs(3))
     assert len(history.losses) == 3
 
@@ -736,23 +736,23 @@ def test_a_dict_batch_calls_the_model_by_name(problem: Problem) -> None:
         ({"loss": torch.zeros(())}, "does not depend on any parameter"),
     ],
 )
-def test_a_bad_loss_is_explained(problem: Problem, output: Any, message: str) -> None:
+def test_an_invalid_loss_raises_an_explaining_error(problem: Problem, output: Any, message: str) -> None:
     trainer = quiet(problem.model(), train_step=lambda trainer, batch: output)
     with pytest.raises(ConfigError, match=message):
         trainer.fit(problem.batches)
 
 
-def test_batches_without_targets_say_what_to_do(problem: Problem) -> None:
+def test_batches_without_targets_raise_an_error_with_a_remedy(problem: Problem) -> None:
     with pytest.raises(DataError, match=r"give pairs \(inputs, targets\)"):
         quiet(problem.model()).fit(problem.x, max_length=Epochs(1))
 
 
-def test_missing_data_is_named(problem: Problem) -> None:
+def test_missing_data_raises_an_error_that_names_it(problem: Problem) -> None:
     with pytest.raises(DataError, match="no train data: pass it to the call, or train_dataset="):
         quiet(problem.model()).fit()
 
 
-def test_an_error_keeps_its_type_and_says_where(problem: Problem) -> None:
+def test_an_error_in_training_keeps_its_type_and_adds_its_position(problem: Problem) -> None:
     class Boom(Exception):
         pass
 
@@ -800,7 +800,7 @@ def test_an_error_in_a_validation_names_the_validation(problem: Problem, period:
     assert caught.value.__notes__ == ["while testing"]
 
 
-def test_an_error_before_the_first_epoch_says_so(problem: Problem) -> None:
+def test_an_error_before_the_first_epoch_adds_this_position(problem: Problem) -> None:
     class Failing(Callback):
         def on_train_start(self, context: TrainingContext) -> None:
             raise RuntimeError("broken")
@@ -810,7 +810,7 @@ def test_an_error_before_the_first_epoch_says_so(problem: Problem) -> None:
     assert caught.value.__notes__ == ["while training before the first epoch"]
 
 
-def test_gradients_left_by_others_do_not_leak_in(problem: Problem) -> None:
+def test_leftover_gradients_do_not_affect_the_first_update(problem: Problem) -> None:
     clean, dirty = problem.model(), problem.model()
     for parameter in dirty.parameters():
         parameter.grad = torch.full_like(parameter, 7.0)
@@ -841,7 +841,7 @@ class NoDimension(OneElement):
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulation_steps": 5}, {"nonfinite": "raise"}], ids=str)
-def test_a_loss_with_one_element_trains_as_one_without_dimensions(problem: Problem, options: dict[str, Any]) -> None:
+def test_a_loss_with_one_element_trains_as_a_scalar_loss(problem: Problem, options: dict[str, Any]) -> None:
     found = []
     for kind in (OneElement, NoDimension):
         model = problem.model()

@@ -31,7 +31,7 @@ def trainer_of(problem: Problem, **options: Any) -> Trainer:
     )
 
 
-def test_everything_is_as_before_afterwards(problem: Problem) -> None:
+def test_the_lr_finder_restores_the_trainer(problem: Problem) -> None:
     trainer = trainer_of(problem, seed=3)
     trainer.fit(max_length=Epochs(1))
     before = copy.deepcopy(trainer.state_dict())
@@ -50,7 +50,7 @@ def test_everything_is_as_before_afterwards(problem: Problem) -> None:
 
 
 @pytest.mark.parametrize("own_generator", [True, False])
-def test_training_after_a_sweep_equals_training_without_it(problem: Problem, own_generator: bool) -> None:
+def test_training_after_an_lr_sweep_equals_training_without_it(problem: Problem, own_generator: bool) -> None:
     def loader() -> torch_data.DataLoader[Any]:
         generator = torch.Generator().manual_seed(1) if own_generator else None
         dataset = torch_data.TensorDataset(problem.x, problem.y)
@@ -66,7 +66,7 @@ def test_training_after_a_sweep_equals_training_without_it(problem: Problem, own
     assert_same_weights(swept.model, plain.model)
 
 
-def test_the_suggestion_trains_better_than_far_smaller_and_far_larger_rates(problem: Problem) -> None:
+def test_the_suggested_rate_trains_better_than_far_smaller_or_larger_ones(problem: Problem) -> None:
     def loss_with(rate: float) -> float:
         trainer = Trainer(
             problem.model(), optimizer=partial(torch.optim.SGD, lr=rate), batch_size=8, seed=0, verbose=False,
@@ -82,7 +82,7 @@ def test_the_suggestion_trains_better_than_far_smaller_and_far_larger_rates(prob
     assert loss_with(finder.suggestion) < loss_with(finder.suggestion * 1000)
 
 
-def test_the_sweep_is_geometric_and_stops_when_the_loss_explodes(problem: Problem) -> None:
+def test_the_lr_sweep_is_geometric_and_stops_when_the_loss_explodes(problem: Problem) -> None:
     finder = LRFinder(trainer_of(problem, seed=0), lr_min=1e-3, lr_max=1e6, num_epochs=2, beta=0.5)
     finder.find()
     ratios = [after / before for before, after in zip(finder.rates, finder.rates[1:], strict=False)]
@@ -92,49 +92,49 @@ def test_the_sweep_is_geometric_and_stops_when_the_loss_explodes(problem: Proble
 
 
 @pytest.mark.parametrize("method", ["sobel", "laplace", "min_loss", "max_range"])
-def test_every_method_chooses_from_the_sweep(problem: Problem, method: Any) -> None:
+def test_every_suggestion_method_chooses_a_rate_of_the_sweep(problem: Problem, method: Any) -> None:
     finder = LRFinder(trainer_of(problem, seed=0), lr_min=1e-4, lr_max=10, num_epochs=2, lr_select_method=method)
     low, high = finder.find()
     assert 1e-4 <= low < high <= 10
     assert finder.suggestion in finder.rates
 
 
-def test_max_batches_bounds_the_sweep(problem: Problem) -> None:
+def test_max_batches_limits_the_lr_sweep(problem: Problem) -> None:
     finder = LogFinder(trainer_of(problem, seed=0), max_batches=10, lr_max=0.1)
     finder.find()
     assert len(finder.rates) == 10
     assert finder.rates[-1] == pytest.approx(0.1)
 
 
-def test_no_checkpoint_is_written(problem: Problem, tmp_path: Path) -> None:
+def test_the_lr_finder_writes_no_checkpoint(problem: Problem, tmp_path: Path) -> None:
     trainer = trainer_of(problem, seed=0, checkpoint_dir=tmp_path / "ck", save_every=1)
     LRFinder(trainer).find()
     assert not (tmp_path / "ck").exists()
 
 
-def test_the_curve_is_drawn(problem: Problem, tmp_path: Path) -> None:
+def test_the_lr_finder_draws_its_curve(problem: Problem, tmp_path: Path) -> None:
     finder = LRFinder(trainer_of(problem, seed=0))
     finder.find()
     path = finder.plot(tmp_path / "deep" / "curve.png")
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_sweep_trains_with_the_hooks_of_strategies_and_of_the_class(problem: Problem) -> None:
-    heard: list[str] = []
+def test_the_lr_sweep_calls_the_hooks_of_strategies_and_of_the_class(problem: Problem) -> None:
+    received: list[str] = []
 
     class Note(ModelUpdateStrategy):
         def on_train_start(self, context: TrainingContext) -> None:
-            heard.append("strategy")
+            received.append("strategy")
 
     class Own(plato.Trainer):
         def train_run_start(self, config: Mapping[str, Any]) -> None:
-            heard.append("class")
+            received.append("class")
 
     LRFinder(Own(problem.model(), "cpu", model_update_strategy=Note(), verbose=False)).find(problem.batches)
-    assert sorted(heard) == ["class", "strategy"]
+    assert sorted(received) == ["class", "strategy"]
 
 
-def test_mistakes_are_named(problem: Problem) -> None:
+def test_the_lr_finder_rejects_invalid_arguments_by_name(problem: Problem) -> None:
     trainer = trainer_of(problem)
     with pytest.raises(ConfigError, match="0 < lr_min < lr_max"):
         LRFinder(trainer, lr_min=1.0, lr_max=0.1)

@@ -68,7 +68,7 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Choice:
-    """What the trainer is given, made anew for each, and what it means by hand."""
+    """The arguments of the trainer, rebuilt for each, and their hand-written meaning."""
 
     strategy: Callable[[], Any]
     by_hand: Any
@@ -76,7 +76,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Step:
-    """What a step strategy means."""
+    """The hand-written meaning of a step strategy."""
 
     window: int = 1
     dtype: torch.dtype | None = None
@@ -431,7 +431,7 @@ def assert_close(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], r
 # ------------------------------------------------------------------ tests
 
 
-def test_rows_hold_every_pair() -> None:
+def test_the_rows_of_the_matrix_hold_every_pair() -> None:
     covered = set().union(*map(pairs_of, ROWS))
     names = [list(choices) for choices in KINDS.values()]
     sizes = [len(choices) for choices in names]
@@ -439,7 +439,7 @@ def test_rows_hold_every_pair() -> None:
 
 
 @pytest.mark.parametrize(("kind", "meanings"), list(zip(KINDS, (4, 6, 10, 7, 2, 4), strict=True)))
-def test_choices_that_mean_something_else_train_something_else(problem: Problem, kind: str, meanings: int) -> None:
+def test_different_choices_give_different_weights(problem: Problem, kind: str, meanings: int) -> None:
     first = [next(iter(choices)) for choices in KINDS.values()]
     found = set()
     for name in KINDS[kind]:
@@ -451,7 +451,7 @@ def test_choices_that_mean_something_else_train_something_else(problem: Problem,
 
 
 @pytest.mark.parametrize("row", ROWS, ids="/".join)
-def test_strategies_train_as_plain_torch_does(problem: Problem, row: Row) -> None:
+def test_strategies_train_as_plain_torch(problem: Problem, row: Row) -> None:
     trainer = by_strategies(row, problem)
     model, optimizer = by_hand(row, problem)
     step = chosen(row)["training_step"].by_hand
@@ -474,7 +474,7 @@ def test_strategies_resume_bit_for_bit(problem: Problem, row: Row, tmp_path: Pat
     assert_close(resumed.model.state_dict(), whole.model.state_dict(), rtol=0.0, atol=0.0)
 
 
-def test_the_problem_is_learned_by_every_choice_alone() -> None:
+def test_every_single_choice_learns_the_problem() -> None:
     problem = make_problem()
     first = tuple(next(iter(choices)) for choices in KINDS.values())
     start = validated(problem.model(), *data_of(problem), LOSSES["cross_entropy"].by_hand, nullcontext)

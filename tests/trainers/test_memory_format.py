@@ -37,18 +37,18 @@ def is_channels_last(tensor: Tensor) -> bool:
     return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
 
 
-def test_the_losses_are_those_without_it() -> None:
+def test_channels_last_does_not_change_the_losses() -> None:
     plain, laid_out = make(None).fit(max_length=Epochs(4)), make("channels_last").fit(max_length=Epochs(4))
     assert list(laid_out.losses) == pytest.approx(list(plain.losses), abs=1e-12)
 
 
-def test_predictions_and_metrics_are_those_without_it() -> None:
+def test_channels_last_does_not_change_predictions_and_metrics() -> None:
     plain, laid_out = make(None), make("channels_last")
     torch.testing.assert_close(laid_out.predict(X), plain.predict(X))
     assert laid_out.evaluate((X, Y)) == pytest.approx(plain.evaluate((X, Y)))
 
 
-def test_parameters_gradients_momentum_and_batches_are_laid_out() -> None:
+def test_parameters_gradients_momentum_and_batches_are_channels_last() -> None:
     batches: list[bool] = []
 
     def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -64,7 +64,7 @@ def test_parameters_gradients_momentum_and_batches_are_laid_out() -> None:
     assert is_channels_last(trainer.optimizer.state[weight]["momentum_buffer"])
 
 
-def test_images_anywhere_in_a_batch_are_laid_out_and_nothing_else() -> None:
+def test_only_images_in_a_batch_are_converted_to_channels_last() -> None:
     trainer = make("channels_last")
     moved = trainer.to_device({"image": X, "more": [X[0], (Y, "name")]})
     assert is_channels_last(moved["image"])
@@ -74,7 +74,7 @@ def test_images_anywhere_in_a_batch_are_laid_out_and_nothing_else() -> None:
     assert moved["more"][1][1] == "name"
 
 
-def test_without_it_nothing_is_changed() -> None:
+def test_without_a_memory_format_no_layout_is_changed() -> None:
     trainer = make(None)
     trainer.model.to(memory_format=torch.channels_last)
     batch = (X, Y)
@@ -83,7 +83,7 @@ def test_without_it_nothing_is_changed() -> None:
     assert is_channels_last(trainer.model[0].weight)
 
 
-def test_without_it_moving_a_batch_is_one_call() -> None:
+def test_without_a_memory_format_moving_a_batch_is_one_call() -> None:
     trainer, batch, calls = make(None), (X, Y), []
 
     def count(frame: Any, event: str, argument: Any) -> None:
@@ -99,7 +99,9 @@ def test_without_it_moving_a_batch_is_one_call() -> None:
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [("channels_last", None), (None, "channels_last")])
-def test_a_checkpoint_is_loaded_with_or_without_it(tmp_path: Path, saved: str | None, loaded: str | None) -> None:
+def test_a_checkpoint_is_loaded_with_or_without_channels_last(
+    tmp_path: Path, saved: str | None, loaded: str | None
+) -> None:
     first = make(saved)
     first.fit(max_length=Batches(4))
     first.save_checkpoint(tmp_path / "state")
@@ -125,7 +127,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
         assert torch.equal(one, other)
 
 
-def test_momentum_is_laid_out_after_loading(tmp_path: Path) -> None:
+def test_momentum_is_channels_last_after_loading(tmp_path: Path) -> None:
     first = make("channels_last")
     first.fit(max_length=Batches(4))
     first.save_checkpoint(tmp_path / "state")
@@ -135,6 +137,6 @@ def test_momentum_is_laid_out_after_loading(tmp_path: Path) -> None:
     assert is_channels_last(resumed.optimizer.state[resumed.model[0].weight]["momentum_buffer"])
 
 
-def test_another_format_is_refused() -> None:
+def test_an_unknown_memory_format_is_rejected() -> None:
     with pytest.raises(ConfigError, match="memory_format: expected 'channels_last' or None, got 'channels_first'"):
         make("channels_first")

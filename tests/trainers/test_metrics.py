@@ -33,7 +33,7 @@ def test_a_meter_holds_no_graph() -> None:
 
 
 @pytest.mark.parametrize("dtypes", [[torch.float32, torch.float64], [torch.bfloat16, torch.int64], [torch.bool]])
-def test_values_of_any_type_come_to_the_host(dtypes: list[torch.dtype]) -> None:
+def test_values_of_any_type_are_converted_to_host_numbers(dtypes: list[torch.dtype]) -> None:
     meter = Meter()
     for dtype in dtypes:
         meter.add({"value": torch.ones((), dtype=dtype)}, 1)
@@ -47,7 +47,7 @@ def test_outputs_that_are_not_scalars_are_skipped() -> None:
     assert set(meter.compute()) == {"loss"}
 
 
-def test_a_meter_goes_on_from_its_state() -> None:
+def test_a_meter_continues_from_its_state() -> None:
     one, other = Meter(), Meter()
     one.add({"loss": torch.tensor(1.0)}, 2)
     other.load_state_dict(one.state_dict())
@@ -81,7 +81,7 @@ def test_torchmetrics_work_in_every_validation_of_a_run(problem: Problem) -> Non
         assert len(history.get_metric_values(name)) == 2
 
 
-def test_a_collection_is_flattened_by_name(problem: Problem) -> None:
+def test_a_metric_collection_is_flattened_by_name(problem: Problem) -> None:
     torchmetrics = pytest.importorskip("torchmetrics")
     collection = torchmetrics.MetricCollection(
         {
@@ -97,7 +97,7 @@ def f1_scores() -> Any:
     return torchmetrics.MetricCollection({"f1": torchmetrics.classification.MulticlassF1Score(3)})
 
 
-def test_a_collection_that_is_given_by_name_keeps_this_name(problem: Problem) -> None:
+def test_a_metric_collection_given_by_name_keeps_this_name(problem: Problem) -> None:
     trainer = Trainer(problem.model(), metrics={"a": f1_scores(), "b": f1_scores()}, verbose=False)
     assert trainer.evaluate(problem.batches).keys() == {"loss", "a_f1", "b_f1"}
 
@@ -112,7 +112,7 @@ def test_a_collection_that_is_given_by_name_keeps_this_name(problem: Problem) ->
         (lambda: {"loss": f1_scores()["f1"]}, "loss"),
     ],
 )
-def test_two_metrics_of_one_name_are_an_error(problem: Problem, make: Any, name: str) -> None:
+def test_two_metrics_with_one_name_are_an_error(problem: Problem, make: Any, name: str) -> None:
     with pytest.raises(ConfigError, match=f"metrics: two numbers are called '{name}'"):
         Trainer(problem.model(), metrics=make(), verbose=False).evaluate(problem.batches)
 
@@ -121,13 +121,13 @@ def root_of_mean_square(outputs: Tensor, targets: Tensor) -> Tensor:
     return outputs[:, 0].square().mean().sqrt()
 
 
-def test_a_function_that_is_no_mean_over_samples_is_an_error(problem: Problem) -> None:
+def test_a_metric_function_that_is_not_a_mean_over_samples_is_an_error(problem: Problem) -> None:
     trainer = Trainer(problem.model(), "cpu", metrics=[root_of_mean_square], verbose=False)
     with pytest.raises(ConfigError, match=r"root_of_mean_square is not a mean over samples.*WholePass\(function\)"):
         trainer.evaluate(problem.batches)
 
 
-def test_a_function_is_computed_over_the_whole_pass_or_averaged_on_demand(problem: Problem) -> None:
+def test_a_metric_function_uses_the_whole_pass_or_averages_on_demand(problem: Problem) -> None:
     model = problem.model()
     metrics = {"whole": WholePass(root_of_mean_square), "mean": MeanOf(root_of_mean_square)}
     found = Trainer(model, "cpu", metrics=metrics, verbose=False).evaluate(problem.batches)
@@ -138,7 +138,7 @@ def test_a_function_is_computed_over_the_whole_pass_or_averaged_on_demand(proble
     assert found["mean"] == pytest.approx(sum(each) / len(each))
 
 
-def test_scores_of_scikit_learn_are_computed_over_the_whole_pass(problem: Problem) -> None:
+def test_scikit_learn_scores_are_computed_over_the_whole_pass(problem: Problem) -> None:
     scores = pytest.importorskip("sklearn.metrics")
 
     def f1(outputs: Tensor, targets: Tensor) -> float:
@@ -155,19 +155,19 @@ def test_scores_of_scikit_learn_are_computed_over_the_whole_pass(problem: Proble
         assert found["f1"] == pytest.approx(f1(model(problem.x), problem.y))
 
 
-def test_a_whole_pass_forgets_the_pass_before(problem: Problem) -> None:
+def test_a_whole_pass_metric_is_reset_before_each_pass(problem: Problem) -> None:
     count = WholePass(lambda outputs, targets: len(outputs))
     trainer = Trainer(problem.model(), "cpu", metrics={"count": count}, verbose=False)
     history = trainer.fit(problem.batches, problem.batches, max_length=Epochs(2))
     assert history.get_metric_values("valid_count") == [96.0, 96.0]
 
 
-def test_a_mean_in_low_precision_is_a_mean(problem: Problem) -> None:
+def test_a_mean_over_low_precision_values_is_exact(problem: Problem) -> None:
     metrics = {"mean": lambda outputs, targets: outputs.mean()}
     SingleProcessAMP(problem.model(), "cpu", precision="bf16", metrics=metrics, verbose=False).evaluate(problem.batches)
 
 
-def test_numbers_of_numpy_are_numbers(problem: Problem) -> None:
+def test_numpy_numbers_are_accepted_as_metric_values(problem: Problem) -> None:
     def test_step(trainer: Any, batch: Any) -> dict[str, Any]:
         outputs = trainer.model(batch[0])
         return {"loss": outputs.mean(), "own": np.float32(0.5), "output": outputs, "target": batch[1]}
@@ -201,7 +201,7 @@ def test_accuracy_takes_soft_targets() -> None:
     assert accuracy(outputs, torch.tensor([[1.0, 0.0], [0.6, 0.4]])).item() == 0.5
 
 
-def test_a_metric_that_is_no_number_is_refused(problem: Problem) -> None:
+def test_a_metric_that_is_not_a_number_is_rejected(problem: Problem) -> None:
     def hits(outputs: Tensor, targets: Tensor) -> Tensor:
         return outputs.argmax(dim=1) == targets
 
@@ -224,7 +224,7 @@ def test_an_empty_meter_has_no_means() -> None:
     assert math.isnan(meter.compute()["loss"])
 
 
-def test_metrics_have_names() -> None:
+def test_metrics_are_registered_by_name() -> None:
     assert list(as_metrics(accuracy)) == ["accuracy"]
     assert as_metrics(None) == {}
 
@@ -245,7 +245,7 @@ def regression(**options: Any) -> tuple[Trainer, tuple[Tensor, Tensor]]:
     return Trainer(nn.Linear(3, 1), optimizer=optimizer, verbose=False, seed=0, **steps), (x, y)
 
 
-def test_a_regression_by_steps_has_no_accuracy_and_a_best_by_its_loss(tmp_path: Path) -> None:
+def test_a_regression_with_custom_steps_selects_the_best_by_its_loss(tmp_path: Path) -> None:
     trainer, data = regression(checkpoint_dir=tmp_path)
     history = trainer.fit(data, data, max_length=Epochs(4))
     assert history.get_metric_names() == {"train_loss", "train_lr", "valid_loss"}
@@ -253,7 +253,7 @@ def test_a_regression_by_steps_has_no_accuracy_and_a_best_by_its_loss(tmp_path: 
     assert store.inspect(tmp_path / "best_ck").summary["epoch"] == 4
 
 
-def test_steps_of_a_classifier_have_an_accuracy(problem: Problem) -> None:
+def test_custom_steps_of_a_classifier_report_an_accuracy(problem: Problem) -> None:
     def test_step(trainer: Any, batch: Any) -> dict[str, Tensor]:
         outputs = trainer.model(batch[0])
         return {"loss": nn.functional.cross_entropy(outputs, batch[1]), "output": outputs, "target": batch[1]}
@@ -263,7 +263,7 @@ def test_steps_of_a_classifier_have_an_accuracy(problem: Problem) -> None:
     assert own == Trainer(model, verbose=False).evaluate(problem.batches)
 
 
-def test_whole_numbers_beyond_the_outputs_are_no_classes() -> None:
+def test_integer_targets_beyond_the_outputs_are_not_classes() -> None:
     def test_step(trainer: Any, batch: Any) -> dict[str, Any]:
         mean, spread = trainer.model(batch[0]).unbind(dim=1)
         loss = nn.functional.gaussian_nll_loss(mean, batch[1].float(), spread.exp())

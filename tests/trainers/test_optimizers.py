@@ -67,7 +67,7 @@ def test_adahessian_averages_over_the_kernel_of_a_convolution() -> None:
 
 
 @pytest.mark.parametrize(("name", "rate"), [("LARS", 5.0), ("AdaHessian", 0.05)])
-def test_both_are_known_by_name_and_learn(problem: Problem, name: str, rate: float) -> None:
+def test_lars_and_adahessian_are_registered_by_name_and_learn(problem: Problem, name: str, rate: float) -> None:
     trainer = ComposableTrainer(
         problem.model(),
         training_step_strategy=DefaultTrainingStepStrategy(create_graph=name == "AdaHessian"),
@@ -81,7 +81,7 @@ def test_both_are_known_by_name_and_learn(problem: Problem, name: str, rate: flo
     assert losses[-1] < 0.7 * losses[0]
 
 
-def test_adahessian_without_a_graph_says_what_to_do(problem: Problem) -> None:
+def test_adahessian_without_a_graph_raises_an_error_with_a_remedy(problem: Problem) -> None:
     trainer = ComposableTrainer(problem.model(), optim_function="AdaHessian", verbose=False)
     with pytest.raises(ConfigError, match="create_graph=True"):
         trainer.fit(problem.batches, max_length=Epochs(1))

@@ -1,6 +1,6 @@
 """Every pair of layers, in both orders: what happens is what the table in `docs/layers.md` says.
 
-`python tests/trainers/test_pairs.py` writes the table anew.
+`python tests/trainers/test_pairs.py` rewrites the table.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ def outcome(problem: Problem, outer: Callable[[Any], Any], inner: Callable[[Any]
     plain = Trainer(
         problem.model(), "cpu", optimizer=partial(torch.optim.SGD, lr=0.1), batch_size=8, seed=1, verbose=False
     )
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as messages:
         warnings.simplefilter("always")
         try:
             trainer = outer(inner(plain))
             trainer.fit((problem.x, problem.y), max_length=Epochs(1))
         except ConfigError as error:
             return f"refused: {str(error).rpartition('cannot be combined: ')[2]}", None
-    eager = [str(each.message) for each in said if "without a graph" in str(each.message)]
+    eager = [str(each.message) for each in messages if "without a graph" in str(each.message)]
     weights = [parameter.detach().clone() for parameter in trainer.model.parameters()]
     return (f"works: {eager[0]}" if eager else "works"), weights
 
@@ -82,7 +82,7 @@ def table(problem: Problem) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_the_table_of_pairs_says_what_happens(problem: Problem) -> None:
+def test_every_pair_of_capabilities_behaves_as_in_the_table(problem: Problem) -> None:
     pytest.importorskip("opacus", reason="the extra 'privacy' is not installed")
     page = PAGE.read_text(encoding="utf-8")
     shown = page.partition(MARK)[2].strip().partition("\n\n")[0].splitlines()

@@ -47,7 +47,7 @@ def trained(strategy: Any, **options: Any) -> ComposableTrainer:
     return ComposableTrainer(model, model_update_strategy=strategy, batch_size=4, verbose=False, **options)
 
 
-def test_phases_come_in_order_and_a_run_is_as_long_as_all_of_them() -> None:
+def test_phases_run_in_order_and_the_run_is_the_sum_of_their_lengths() -> None:
     parts = Parts(Phase(3, "first"), Phase(1, "own", is_detached=True))
     trainer = trained(parts)
     trainer.fit(DATA)
@@ -55,13 +55,13 @@ def test_phases_come_in_order_and_a_run_is_as_long_as_all_of_them() -> None:
     assert trainer.context.progress.epoch == 6
 
 
-def test_a_phase_without_an_epoch_is_left_out() -> None:
+def test_a_phase_of_zero_epochs_is_skipped() -> None:
     parts = Parts(Phase(0, "never"))
     trained(parts).fit(DATA, max_length=Epochs(3))
     assert parts.heard == [(0, "rest", False)]
 
 
-def test_the_length_must_be_in_epochs() -> None:
+def test_a_run_with_phases_must_have_a_length_in_epochs() -> None:
     with pytest.raises(ConfigError, match="phases of epochs; give a number of epochs, not"):
         trained(Parts(Phase(1))).fit(DATA, max_length=Batches(7))
 
@@ -72,7 +72,7 @@ def test_two_strategies_with_phases_are_rejected() -> None:
         trained(both).fit(DATA)
 
 
-def test_a_composite_calls_the_phases_of_its_part() -> None:
+def test_a_composite_update_calls_the_phases_of_its_part() -> None:
     parts = Parts(Phase(1, "first"))
     trained(CompositeUpdateStrategy([StateTrackingUpdateStrategy(), parts])).fit(DATA)
     assert [name for _, name, _ in parts.heard] == ["first", "rest"]
@@ -88,14 +88,14 @@ class Elsewhere(OwnPhaseStrategy):
         return 2
 
     def own_start(self, context: TrainingContext) -> dict[str, Tensor]:
-        return {name: torch.zeros_like(value) for name, value in self.kept["start"].items()}
+        return {name: torch.zeros_like(value) for name, value in self.anchor["start"].items()}
 
     def own_end(self, context: TrainingContext) -> None:
         assert context.model is not None
         self.ended_with = {name: value.clone() for name, value in context.model.state_dict().items()}
 
 
-def test_the_model_that_is_sent_does_not_know_of_an_own_phase() -> None:
+def test_the_sent_model_is_unchanged_by_a_local_phase() -> None:
     schedule = {"lr_scheduler_strategy": StepLRSchedulerStrategy(step_size=1, gamma=0.5)}
     plain, with_own = trained(None, **schedule), trained(Elsewhere(), **schedule)
     plain.fit(DATA)
@@ -105,7 +105,7 @@ def test_the_model_that_is_sent_does_not_know_of_an_own_phase() -> None:
     )
 
 
-def test_an_own_phase_has_the_optimizer_and_the_schedule_of_a_run_of_its_own() -> None:
+def test_a_local_phase_has_a_separate_optimizer_and_schedule() -> None:
     schedule = {"lr_scheduler_strategy": StepLRSchedulerStrategy(step_size=1, gamma=0.5)}
     strategy = Elsewhere()
     trained(strategy, **schedule).fit(DATA)
@@ -119,18 +119,18 @@ def test_an_own_phase_has_the_optimizer_and_the_schedule_of_a_run_of_its_own() -
 
 def test_a_run_in_phases_is_not_compiled_as_one_step() -> None:
     trainer = CompiledTrainer(trained(Elsewhere()), mode="step")
-    with pytest.warns(UserWarning, match="the run has phases, in which different things are trained"):
+    with pytest.warns(UserWarning, match="the run has phases, which train different parameters"):
         trainer.fit(DATA)
 
 
-def test_phases_are_found_by_the_epoch() -> None:
+def test_the_phase_is_computed_from_the_epoch() -> None:
     run = TrainingContext().run
     run.phases = (Phase(2, "a"), Phase(1, "b"))
     found = [(run.phase_at(epoch).name, run.starts_phase(epoch)) for epoch in range(4)]
     assert found == [("a", True), ("a", False), ("b", True), ("b", False)]
 
 
-def test_detached_is_only_for_a_while() -> None:
+def test_detached_state_is_restored_after_the_block() -> None:
     context = TrainingContext()
     with context.run.detached():
         assert context.run.is_detached

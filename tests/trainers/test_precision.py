@@ -57,7 +57,7 @@ def test_steps_of_every_new_optimizer_are_detected() -> None:
         gc.collect()
 
 
-def test_the_scale_survives_a_checkpoint() -> None:
+def test_the_loss_scale_is_saved_in_a_checkpoint() -> None:
     one, other = Precision("fp16", "cpu", init_scale=2.0**40), Precision("fp16", "cpu")
     train(one, nn.Linear(4, 2), torch.ones(8, 4))
     other.load_state_dict(one.state_dict())
@@ -72,10 +72,10 @@ def test_bf16_needs_no_scaler_and_auto_is_full_precision_on_a_cpu() -> None:
     assert Precision("fp32").state_dict() == {}
 
 
-def test_an_update_without_a_step_is_nothing() -> None:
+def test_a_scaler_update_without_a_step_does_nothing() -> None:
     Precision("fp16", "cpu").update()
 
 
-def test_an_unknown_precision_is_named() -> None:
+def test_an_unknown_precision_is_rejected_by_name() -> None:
     with pytest.raises(ConfigError, match="expected 'auto', 'fp32', 'fp16' or 'bf16', got 'fp8'"):
         Precision("fp8")  # type: ignore[arg-type]

@@ -54,7 +54,7 @@ def plain(value: Any) -> Any:
 
 @dataclass
 class Twins:
-    """The same training twice: in this process, and in one of its own."""
+    """The same training twice: in this process, and in a separate one."""
 
     here: SpeakingTrainer
     elsewhere: SpeakingTrainer
@@ -95,41 +95,41 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twins]:
 
 @pytest.mark.slow
 class TestAfterTrainingElsewhere:
-    def test_the_state_is_that_of_training_here_to_the_last_bit(self, twins: Twins) -> None:
+    def test_the_state_equals_local_training_to_the_last_bit(self, twins: Twins) -> None:
         assert plain(twins.elsewhere.state_dict()) == plain(twins.here.state_dict())
 
-    def test_the_history_has_what_the_trainer_s_own_hook_wrote(self, twins: Twins) -> None:
+    def test_the_history_includes_values_written_by_a_trainer_hook(self, twins: Twins) -> None:
         assert twins.elsewhere.history.get_metric_values("spoken") == [1.0, 2.0]
 
-    def test_the_caller_s_module_is_the_trained_one(self, twins: Twins) -> None:
+    def test_the_module_of_the_caller_is_trained(self, twins: Twins) -> None:
         assert twins.elsewhere.model is twins.module
         assert plain(twins.module.state_dict()) == plain(twins.here.model.state_dict())
 
-    def test_randomness_goes_on_where_training_left_it(self, twins: Twins) -> None:
+    def test_the_rng_of_the_caller_continues_after_training_in_a_process(self, twins: Twins) -> None:
         assert plain(twins.rng[1]) == plain(twins.rng[0])
 
-    def test_the_payload_of_the_strategies_is_returned(self, twins: Twins) -> None:
+    def test_the_payload_of_the_update_strategy_is_returned(self, twins: Twins) -> None:
         payload = twins.elsewhere.update_payload
         assert plain(payload) == plain(twins.here.update_payload)
         assert payload["total_steps"] == 14
         assert all(bool(moved.abs().sum() > 0) for moved in payload["drift"])
 
-    def test_what_strategies_share_comes_back(self, twins: Twins) -> None:
+    def test_shared_values_of_strategies_are_returned(self, twins: Twins) -> None:
         here = {name: it for name, it in twins.here.context.state.items() if name != "train_loader"}
         assert plain(twins.elsewhere.context.state) == plain(here)
 
-    def test_strategies_are_torn_down_once_and_by_the_caller(self, twins: Twins) -> None:
+    def test_strategies_are_torn_down_once_by_the_caller(self, twins: Twins) -> None:
         assert twins.torn_down_by == [os.getpid()]
 
-    def test_no_file_is_left_behind(self, twins: Twins) -> None:
+    def test_training_in_a_process_leaves_no_file(self, twins: Twins) -> None:
         assert twins.left_behind == []
 
-    def test_the_seconds_are_those_of_the_training(self, twins: Twins) -> None:
+    def test_the_reported_seconds_are_the_training_time(self, twins: Twins) -> None:
         assert 0 < twins.seconds < 60
 
 
 @pytest.mark.slow
-def test_an_update_after_a_round_here_is_the_same_and_quiet(problem: Problem, capfd: Any) -> None:
+def test_training_in_a_process_after_a_local_round_gives_the_same_update(problem: Problem, capfd: Any) -> None:
     def update(limit: int | None) -> Any:
         trainer = make_trainer(problem, max_concurrency=limit, verbose=True)
         trainer.train_model({"epochs": 1, "batch_size": 16}, (problem.x, problem.y))
@@ -144,7 +144,7 @@ def test_an_update_after_a_round_here_is_the_same_and_quiet(problem: Problem, ca
 
 
 @pytest.mark.slow
-def test_an_error_comes_back_with_its_traceback_and_changes_nothing(problem: Problem) -> None:
+def test_an_error_in_the_process_has_its_traceback_and_changes_nothing(problem: Problem) -> None:
     error = CheckpointError("no such luck")
     trainer = make_trainer(problem, loss_strategy=FailsAtBatch(3, error), max_concurrency=1)
     before = plain(trainer.model.state_dict())
@@ -166,7 +166,7 @@ def test_a_killed_process_is_reported_with_its_signal(problem: Problem) -> None:
 
 
 @pytest.mark.slow
-def test_control_c_ends_the_process_after_its_update(problem: Problem, tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_training_process_after_its_update(problem: Problem, tmp_path: Path) -> None:
     ending = tmp_path / "ending"
     endless = {"num_epochs": 10**9, "val_dataset": None}
     trainer = make_trainer(problem, callbacks=[PressesControlC(str(ending))], max_concurrency=1, **endless)
@@ -179,16 +179,16 @@ def test_control_c_ends_the_process_after_its_update(problem: Problem, tmp_path:
 # ------------------------------------------------------------------ without a process
 
 
-def test_a_run_continued_in_a_process_equals_one_continued_here(problem: Problem, tmp_path: Path) -> None:
-    def begun(name: str) -> SpeakingTrainer:
+def test_a_run_continued_in_a_process_equals_one_continued_locally(problem: Problem, tmp_path: Path) -> None:
+    def started(name: str) -> SpeakingTrainer:
         trainer = make_trainer(problem, checkpoint_dir=tmp_path / name, train_dataset=(problem.x, problem.y))
         trainer.train()
         trainer.options.num_epochs = 4
         return trainer
 
-    here = begun("here")
+    here = started("here")
     here.train()
-    elsewhere = begun("elsewhere")
+    elsewhere = started("elsewhere")
     job = RemoteJob(elsewhere, None, None)
     job.take(RemoteJob.unpack(job.pack()).run())
     assert plain(elsewhere.state_dict()) == plain(here.state_dict())
@@ -212,14 +212,14 @@ def test_a_copy_in_another_process_shares_no_memory(problem: Problem) -> None:
         ({"val_dataset": (it for it in ())}, r"the valid data \(generator\) cannot"),
     ],
 )
-def test_a_piece_that_cannot_be_sent_is_named(problem: Problem, settings: dict[str, Any], sentence: str) -> None:
+def test_an_object_that_cannot_be_sent_is_named(problem: Problem, settings: dict[str, Any], sentence: str) -> None:
     trainer = make_trainer(problem, **settings, max_concurrency=1)
     with pytest.raises(ConfigError, match=sentence):
         trainer.train((problem.x, problem.y))
 
 
 @pytest.mark.slow
-def test_a_basic_trainer_trains_elsewhere_to_the_same_bits(problem: Problem) -> None:
+def test_a_basic_trainer_in_a_process_gives_the_same_bits(problem: Problem) -> None:
     states, generators = [], []
     for limit in (None, 1):
         torch.manual_seed(3)
@@ -250,7 +250,7 @@ def test_a_basic_trainer_trains_elsewhere_to_the_same_bits(problem: Problem) -> 
     assert generators[0] == generators[1]
 
 
-def test_no_more_than_the_limit_run_at_once() -> None:
+def test_no_more_processes_run_at_once_than_the_limit() -> None:
     limiter, most = ConcurrencyLimit(), []
     meeting = threading.Barrier(2)
 
@@ -270,7 +270,7 @@ def test_no_more_than_the_limit_run_at_once() -> None:
     assert limiter.num_active == 0
 
 
-def test_the_limit_is_released_after_an_error() -> None:
+def test_a_slot_of_the_limit_is_released_after_an_error() -> None:
     limiter = ConcurrencyLimit()
     with pytest.raises(ValueError, match="failed"), limiter.enter(limit=1):
         raise ValueError("failed")
@@ -278,6 +278,6 @@ def test_the_limit_is_released_after_an_error() -> None:
 
 
 @pytest.mark.parametrize("limit", [0, -1, True, 1.5])
-def test_an_invalid_limit_is_rejected(problem: Problem, limit: Any) -> None:
+def test_an_invalid_process_limit_is_rejected(problem: Problem, limit: Any) -> None:
     with pytest.raises(ConfigError, match="max_concurrency: expected None or a whole number that is at least 1"):
         ComposableTrainer(problem.model(), max_concurrency=limit)

@@ -1,6 +1,6 @@
 """Runs that are interrupted and continued by new objects end bit for bit as runs that were not, with every loader.
 
-`python tests/trainers/test_reading.py` writes the table of `docs/reproducibility.md` anew.
+`python tests/trainers/test_reading.py` rewrites the table of `docs/reproducibility.md`.
 """
 
 from __future__ import annotations
@@ -73,6 +73,28 @@ class Stream(IterableDataset[Any]):
             yield _augmented(index / NUM_SAMPLES, self.rng), index % 3
 
 
+class Divisible(IterableDataset[Any]):
+    """A stream that can be divided and continued."""
+
+    def __init__(self, following: int = 0, step: int = 1) -> None:
+        self.following, self.step = following, step
+        self.rng = np.random.default_rng(5)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        while self.following < NUM_SAMPLES:
+            index, self.following = self.following, self.following + self.step
+            yield _augmented(index / NUM_SAMPLES, self.rng), index % 3
+
+    def split(self, rank: int, world: int) -> Divisible:
+        return Divisible(self.following + rank * self.step, self.step * world)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"following": self.following, "step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.following, self.step = state["following"], state["step"]
+
+
 class LazySampler(Sampler[int]):
     """Draws each index from the global generator when it is asked for it."""
 
@@ -135,6 +157,7 @@ LOADERS: dict[str, Callable[..., Any]] = {
         Augmented(), batch_sampler=OwnBatches(), **it
     ),
     "… over a stream": lambda **it: DataLoader(Stream(), batch_size=BATCH_SIZE, **it),
+    "… over a stream with `split`": lambda **it: DataLoader(Divisible(), batch_size=BATCH_SIZE, **it),
     "a subclass with its own `__iter__`": lambda **it: OwnIteration(
         Augmented(), batch_size=BATCH_SIZE, shuffle=True, **it
     ),
@@ -206,10 +229,10 @@ def _cell(loader: str, workers: str, folder: Path) -> str:
     options = WORKERS[workers]
     if loader == _ONLY_NUM_WORKERS and len(options) > 1:
         return "–"
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as reported:
         warnings.simplefilter("always")
         is_exact = _is_exact(lambda: LOADERS[loader](**options), folder)
-    is_announced = any("may differ from an uninterrupted one" in str(it.message) for it in told)
+    is_announced = any("may differ from an uninterrupted one" in str(it.message) for it in reported)
     if is_exact:
         return "exact"
     return "not exact, and says so" if is_announced else "NOT EXACT"
@@ -226,7 +249,7 @@ def _shown() -> dict[tuple[str, str], str]:
 @pytest.mark.filterwarnings("ignore:if this run is resumed")
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("loader", LOADERS)
-def test_the_table_of_loaders_says_what_happens(loader: str, workers: str, tmp_path: Path) -> None:
+def test_every_loader_behaves_as_in_the_table(loader: str, workers: str, tmp_path: Path) -> None:
     cell = _cell(loader, workers, tmp_path)
     assert cell != "NOT EXACT"
     assert _shown()[loader, workers] == cell
@@ -249,7 +272,7 @@ class Unsized(Sampler[list[int]]):
     ],
     ids=["stream", "batch sampler"],
 )
-def test_a_batch_that_was_read_ahead_is_read_again_from_the_same_numbers(
+def test_a_prefetched_batch_is_read_again_with_the_same_random_numbers(
     make: Callable[[int], Any], num_workers: int, tmp_path: Path
 ) -> None:
     # Between two windows: to stop inside of one would end it early.
@@ -258,7 +281,7 @@ def test_a_batch_that_was_read_ahead_is_read_again_from_the_same_numbers(
 
 
 @pytest.mark.parametrize("options", WORKERS.values(), ids=WORKERS)
-def test_the_loop_over_a_torch_loader_is_the_loop_written_by_hand(options: dict[str, Any], tmp_path: Path) -> None:
+def test_training_on_a_torch_loader_equals_a_hand_written_loop(options: dict[str, Any], tmp_path: Path) -> None:
     trainer = _trainer(_torch(**options), tmp_path, optimizer=partial(torch.optim.SGD, lr=0.1))
     trainer.fit(max_length=Epochs(2))
     model = _trainer(None, tmp_path).model
@@ -276,7 +299,7 @@ def test_the_loop_over_a_torch_loader_is_the_loop_written_by_hand(options: dict[
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_validation_is_the_same_after_a_resume_if_its_loader_draws(persistent: bool, tmp_path: Path) -> None:
+def test_validation_with_a_random_loader_is_the_same_after_a_resume(persistent: bool, tmp_path: Path) -> None:
     def make() -> Any:
         generator = torch.Generator().manual_seed(8)
         return _torch(generator=generator, num_workers=2, persistent_workers=persistent)
@@ -295,7 +318,7 @@ def test_validation_is_the_same_after_a_resume_if_its_loader_draws(persistent: b
     assert len(set(whole.history.get_metric_values("valid_loss"))) == NUM_EPOCHS
 
 
-def test_a_run_continues_in_the_same_process_as_in_another_one(tmp_path: Path) -> None:
+def test_a_run_continues_in_the_same_process_as_in_a_new_one(tmp_path: Path) -> None:
     whole = _trainer(_torch(num_workers=2, persistent_workers=True), tmp_path)
     whole.fit(max_length=Epochs(NUM_EPOCHS))
     halves = _trainer(_torch(num_workers=2, persistent_workers=True), tmp_path)
@@ -305,7 +328,7 @@ def test_a_run_continues_in_the_same_process_as_in_another_one(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 0), (0, 2)])
-def test_another_number_of_workers_is_told(before: int, after: int, tmp_path: Path) -> None:
+def test_another_number_of_workers_warns_on_resume(before: int, after: int, tmp_path: Path) -> None:
     first = _trainer(_torch(num_workers=before), tmp_path)
     first.fit(max_length=Batches(2))
     path = first.save_checkpoint(tmp_path / "cut")
@@ -314,7 +337,7 @@ def test_another_number_of_workers_is_told(before: int, after: int, tmp_path: Pa
         second.fit(max_length=Epochs(1), resume=path)
 
 
-def test_another_number_of_workers_is_as_good_with_a_seed(tmp_path: Path) -> None:
+def test_with_a_seed_the_number_of_workers_may_change_on_resume(tmp_path: Path) -> None:
     def make(num_workers: int) -> Trainer:
         data = TensorDataset(torch.randn(NUM_SAMPLES, 4, generator=torch.Generator().manual_seed(1)))
         return _trainer(
@@ -357,7 +380,7 @@ class Lazy(Dataset[Any]):
         return _augmented(index, self.rng), index % 3
 
 
-def test_a_generator_that_does_not_exist_when_workers_start_is_told(tmp_path: Path) -> None:
+def test_a_generator_that_is_missing_when_workers_start_warns(tmp_path: Path) -> None:
     def make() -> Trainer:
         return _trainer(DataLoader(Lazy(), batch_size=BATCH_SIZE, num_workers=2), tmp_path)
 
@@ -368,13 +391,13 @@ def test_a_generator_that_does_not_exist_when_workers_start_is_told(tmp_path: Pa
         make().fit(max_length=Epochs(1), resume=path)
 
 
-def test_batches_in_any_order_are_announced_when_checkpoints_are_written(tmp_path: Path) -> None:
+def test_an_unordered_loader_warns_when_checkpoints_are_written(tmp_path: Path) -> None:
     loader = _torch(num_workers=2, in_order=False)
     with pytest.warns(UserWarning, match=r"may differ from an uninterrupted one: DataLoader\(in_order=False\)"):
         _trainer(loader, tmp_path, save_every=2).fit(max_length=Batches(2))
 
 
-def test_a_forged_random_state_is_one_sentence(tmp_path: Path) -> None:
+def test_a_forged_random_state_raises_a_one_sentence_error(tmp_path: Path) -> None:
     first = _trainer(_torch(), tmp_path)
     first.fit(max_length=Batches(2))
     state = first.state_dict()

@@ -10,7 +10,7 @@ from dovetail.trainers import basic, registry
 from dovetail.trainers.composable import ComposableTrainer
 
 
-def test_trainers_have_names() -> None:
+def test_trainers_are_registered_by_name() -> None:
     assert registry.get("basic") is basic.Trainer
     assert registry.get("composable") is ComposableTrainer
     with pytest.raises(UnknownNameError, match="unknown trainer 'composible': did you mean 'composable'"):
@@ -21,7 +21,7 @@ def test_trainers_have_names() -> None:
     "name", ["Adam", "Adadelta", "Adagrad", "AdamW", "SparseAdam", "Adamax", "ASGD", "LBFGS", "NAdam", "RAdam",
              "RMSprop", "Rprop", "SGD"],
 )  # fmt: skip
-def test_the_optimizers_of_plato_have_names(name: str) -> None:
+def test_plato_optimizers_are_registered_by_name(name: str) -> None:
     assert registry.optimizers.get(name) is getattr(torch.optim, name)
 
 
@@ -29,7 +29,7 @@ def test_the_optimizers_of_plato_have_names(name: str) -> None:
     "name", ["L1Loss", "MSELoss", "BCELoss", "BCEWithLogitsLoss", "NLLLoss", "PoissonNLLLoss", "CrossEntropyLoss",
              "HingeEmbeddingLoss", "MarginRankingLoss", "TripletMarginLoss", "KLDivLoss"],
 )  # fmt: skip
-def test_the_losses_of_plato_have_names(name: str) -> None:
+def test_plato_losses_are_registered_by_name(name: str) -> None:
     assert registry.losses.get(name) is getattr(torch.nn, name)
 
 
@@ -37,11 +37,11 @@ def test_the_losses_of_plato_have_names(name: str) -> None:
     "name", ["CosineAnnealingLR", "LambdaLR", "MultiStepLR", "StepLR", "ReduceLROnPlateau", "ConstantLR", "LinearLR",
              "ExponentialLR", "CyclicLR", "CosineAnnealingWarmRestarts", "ChainedScheduler", "SequentialLR"],
 )  # fmt: skip
-def test_the_schedulers_of_plato_have_names(name: str) -> None:
+def test_plato_schedulers_are_registered_by_name(name: str) -> None:
     assert registry.schedulers.get(name) is getattr(torch.optim.lr_scheduler, name)
 
 
-def test_a_piece_of_ones_own_is_found_by_its_name(problem: Problem) -> None:
+def test_a_user_registered_class_is_found_by_its_name(problem: Problem) -> None:
     @registry.optimizers.register("HalfSGD")
     class HalfSGD(torch.optim.SGD):
         pass

@@ -74,7 +74,7 @@ def other_model(problem: Problem) -> nn.Module:
         ),
     ],
 )
-def test_the_state_of_something_else_is_refused_by_its_first_difference(
+def test_a_state_of_another_kind_is_rejected_with_the_first_difference(
     problem: Problem, tmp_path: Path, make: Any, message: str
 ) -> None:
     path = saved(problem, tmp_path / "ck")
@@ -86,13 +86,13 @@ def test_the_state_of_something_else_is_refused_by_its_first_difference(
     assert trainer.context.progress.batches == 0
 
 
-def test_unclaimed_state_warns(problem: Problem, tmp_path: Path) -> None:
+def test_unclaimed_checkpoint_state_warns(problem: Problem, tmp_path: Path) -> None:
     path = saved(problem, tmp_path / "ck", callbacks=[EMA(0.9)])
     with pytest.warns(UserWarning, match="the state of EMA, which this trainer does not have"):
         quiet(problem.model()).load_checkpoint(path)
 
 
-# ---------------------------------------------------------------------- who takes part
+# ---------------------------------------------------------------------- objects with state
 
 
 class Counter:
@@ -106,7 +106,7 @@ class Counter:
         self.count = state["count"]
 
 
-def test_any_object_with_a_state_can_take_part(problem: Problem, tmp_path: Path) -> None:
+def test_any_object_with_a_state_dict_can_be_checkpointed(problem: Problem, tmp_path: Path) -> None:
     trainer, counter = quiet(problem.model()), Counter()
     trainer.context.run.register("mine", counter)
     counter.count = 7
@@ -215,7 +215,7 @@ def test_retention(problem: Problem, tmp_path: Path, options: dict[str, Any], ke
     assert periodic(tmp_path) == kept
 
 
-def test_the_best_k_stay_by_any_metric(problem: Problem, tmp_path: Path) -> None:
+def test_the_best_k_checkpoints_are_kept_by_any_metric(problem: Problem, tmp_path: Path) -> None:
     scores = iter([5.0, 1.0, 4.0, 2.0, 3.0])
 
     class Scored(Trainer):
@@ -239,7 +239,7 @@ def test_the_best_checkpoint_holds_the_best_weights(problem: Problem, tmp_path: 
     assert other.evaluate(problem.batches)["accuracy"] == best
 
 
-def test_a_run_killed_between_best_and_periodic_writes_the_owed_one(
+def test_a_run_killed_between_best_and_periodic_writes_the_missing_one(
     problem: Problem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class DieAfterBest(Callback):
@@ -258,8 +258,8 @@ def test_a_run_killed_between_best_and_periodic_writes_the_owed_one(
     assert periodic(tmp_path) == [12, 24]
 
 
-def test_a_new_run_in_an_old_folder_is_the_newest(problem: Problem, tmp_path: Path) -> None:
-    """The old run had come further; the new one, not resumed, must neither lose its checkpoints nor go on from it."""
+def test_a_new_run_in_an_old_folder_has_the_newest_checkpoint(problem: Problem, tmp_path: Path) -> None:
+    """The old run had more steps; the new one, not resumed, must neither lose its checkpoints nor continue from it."""
 
     def trainer() -> Trainer:
         return quiet(problem.model(), checkpoint_dir=tmp_path, keep_last=1)
@@ -272,7 +272,7 @@ def test_a_new_run_in_an_old_folder_is_the_newest(problem: Problem, tmp_path: Pa
     assert resumed.context.progress.batches == 36
 
 
-def test_a_new_run_is_the_newest_although_the_clock_was_set_back(problem: Problem, tmp_path: Path) -> None:
+def test_a_new_run_is_the_newest_even_if_the_clock_was_set_back(problem: Problem, tmp_path: Path) -> None:
     quiet(problem.model(), checkpoint_dir=tmp_path).fit(problem.batches, max_length=Epochs(3))
     for path in tmp_path.glob("*ck*/manifest.json"):
         document = json.loads(path.read_text())
@@ -334,7 +334,7 @@ def test_a_damaged_checkpoint_with_an_extra_file_is_moved_aside(
     assert len(list((tmp_path / "runs").glob("ck_epoch_*/extra"))) == 1
 
 
-def test_a_name_that_is_a_path_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_name_that_is_a_path_is_rejected(tmp_path: Path) -> None:
     for name in ("../up", "a/b", "", ".hidden"):
         with pytest.raises(ConfigError, match="checkpoint_name"):
             Saver(tmp_path, name)
@@ -356,7 +356,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.usefixtures("full_disk")
-def test_a_failed_write_ends_training(problem: Problem, tmp_path: Path, in_background: bool) -> None:
+def test_a_failed_checkpoint_write_ends_training(problem: Problem, tmp_path: Path, in_background: bool) -> None:
     trainer = quiet(
         problem.model(), checkpoint_dir=tmp_path, save_hist=False, save_in_background=in_background, save_every=3
     )
@@ -367,27 +367,27 @@ def test_a_failed_write_ends_training(problem: Problem, tmp_path: Path, in_backg
 
 @pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.usefixtures("full_disk")
-def test_a_failed_write_only_warns_if_requested(problem: Problem, tmp_path: Path, in_background: bool) -> None:
-    told: list[Path] = []
+def test_a_failed_checkpoint_write_only_warns_if_requested(
+    problem: Problem, tmp_path: Path, in_background: bool
+) -> None:
+    reported: list[Path] = []
 
-    class Hear(Callback):
+    class Receiver(Callback):
         def on_checkpoint(self, context: TrainingContext, path: Path) -> None:
-            told.append(path)
+            reported.append(path)
 
     trainer = quiet(
-        problem.model(), checkpoint_dir=tmp_path, save_hist=False, on_save_error="warn", callbacks=[Hear],
+        problem.model(), checkpoint_dir=tmp_path, save_hist=False, on_save_error="warn", callbacks=[Receiver],
         save_in_background=in_background,
     )  # fmt: skip
     with pytest.warns(store.CheckpointWarning, match="No space left"):
         trainer.fit(problem.batches, max_length=Epochs(2))
     assert trainer.context.progress.epoch == 2
-    assert told == []
+    assert reported == []
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-def test_a_checkpoint_that_could_not_be_written_is_not_taken_for_written(
-    problem: Problem, tmp_path: Path, in_background: bool
-) -> None:
+def test_a_failed_checkpoint_is_not_recorded_as_written(problem: Problem, tmp_path: Path, in_background: bool) -> None:
     trainer = quiet(
         problem.model(), checkpoint_dir=tmp_path / "here", save_hist=False, save_in_background=in_background
     )
@@ -400,7 +400,7 @@ def test_a_checkpoint_that_could_not_be_written_is_not_taken_for_written(
     assert [path.name for path in (tmp_path / "here").iterdir()] == ["ck_epoch_1_iter_12"]
 
 
-def test_a_new_run_of_the_same_trainer_saves_its_own_end_and_its_own_best(problem: Problem, tmp_path: Path) -> None:
+def test_a_new_run_of_the_same_trainer_saves_its_last_and_best_checkpoint(problem: Problem, tmp_path: Path) -> None:
     ends: list[list[str]] = []
     for data in (problem.batches, None):
         trainer = quiet(problem.model(), checkpoint_dir=tmp_path, optimizer=partial(torch.optim.SGD, lr=0.1))
@@ -415,20 +415,20 @@ def test_a_new_run_of_the_same_trainer_saves_its_own_end_and_its_own_best(proble
     assert ends[2] == ends[3] == ["ck_epoch_1_iter_12", "ck_history.jsonl"]
 
 
-def test_writing_in_the_background_gives_the_same_checkpoints(problem: Problem, tmp_path: Path) -> None:
+def test_background_writing_gives_the_same_checkpoints(problem: Problem, tmp_path: Path) -> None:
     paths: dict[bool, list[str]] = {False: [], True: []}
     for in_background in (False, True):
 
-        class Hear(Callback):
+        class Receiver(Callback):
             def on_checkpoint(
-                self, context: TrainingContext, path: Path, heard: list[str] = paths[in_background]
+                self, context: TrainingContext, path: Path, received: list[str] = paths[in_background]
             ) -> None:
                 assert path.exists()
-                heard.append(path.name)
+                received.append(path.name)
 
         trainer = quiet(
             problem.model(dropout=0.2), seed=1, checkpoint_dir=tmp_path / str(in_background), keep_last=2,
-            save_in_background=in_background, callbacks=[Hear],
+            save_in_background=in_background, callbacks=[Receiver],
         )  # fmt: skip
         trainer.fit(problem.batches, problem.batches, max_length=Epochs(4))
     assert paths[False] == paths[True]
@@ -457,7 +457,7 @@ def test_batch_workers_device_and_length_may_change_on_resume(problem: Problem, 
     assert_same_weights(resumed.model, whole.model)
 
 
-def test_an_interruption_has_the_exit_code_of_its_signal() -> None:
+def test_an_interrupted_run_exits_with_the_code_of_its_signal() -> None:
     for number, code in ((2, 130), (15, 143)):
         error = Interrupted(number)
         assert error.code == code
@@ -465,13 +465,13 @@ def test_an_interruption_has_the_exit_code_of_its_signal() -> None:
         assert isinstance(error, SystemExit)
 
 
-def test_nothing_warns_in_a_usual_run(problem: Problem, tmp_path: Path) -> None:
+def test_a_usual_run_emits_no_warning(problem: Problem, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         quiet(problem.model(), checkpoint_dir=tmp_path, keep_last=1).fit(problem.batches, problem.batches)
 
 
-def test_a_best_metric_that_does_not_exist_names_the_nearest(problem: Problem, tmp_path: Path) -> None:
+def test_an_unknown_best_metric_suggests_the_nearest(problem: Problem, tmp_path: Path) -> None:
     trainer = quiet(problem.model(), checkpoint_dir=tmp_path, best_metric="val_loss")
     with pytest.raises(UnknownNameError, match="unknown metric for best_metric 'val_loss': did you mean 'valid_loss'"):
         trainer.fit(problem.batches, problem.batches, max_length=Epochs(1))

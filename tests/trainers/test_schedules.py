@@ -92,12 +92,12 @@ def train(optimizer: Optimizer, scheduler: LRScheduler, num_updates: int) -> lis
 
 
 @pytest.mark.parametrize(("count", "lr"), [(0, 0.1), (5, 0.55), (10, 1.0), (15, 0.55), (20, 0.1), (25, 0.55)])
-def test_triangular_goes_up_and_down(count: int, lr: float) -> None:
+def test_triangular_rises_and_falls(count: int, lr: float) -> None:
     assert Triangular(**CYCLE).get_lr(count) == pytest.approx(lr, rel=1e-12)
 
 
 @pytest.mark.parametrize(("count", "lr"), [(0, 1.0), (5, 0.55), (10, 0.1), (15, 0.55), (20, 1.0)])
-def test_inv_triangular_is_the_mirror_and_stops_at_lr_min(count: int, lr: float) -> None:
+def test_inv_triangular_is_mirrored_and_stops_at_lr_min(count: int, lr: float) -> None:
     assert InvTriangular(**CYCLE).get_lr(count) == pytest.approx(lr, rel=1e-12)
 
 
@@ -108,12 +108,12 @@ def test_triangular2_halves_the_amplitude_in_every_cycle(count: int, lr: float) 
     assert Triangular2(**CYCLE).get_lr(count) == pytest.approx(lr, rel=1e-12)
 
 
-def test_triangular2_survives_very_many_cycles() -> None:
+def test_triangular2_is_finite_after_very_many_cycles() -> None:
     assert Triangular2(**CYCLE).get_lr(10**9 + 10) == 0.1
 
 
 @pytest.mark.parametrize("count", [0, 7, 10, 33])
-def test_the_exp_forms_multiply_by_an_exponential(count: int) -> None:
+def test_exp_variants_multiply_by_an_exponential(count: int) -> None:
     factor = math.exp(-0.01 * count)
     assert TriangularExp(**CYCLE, k=0.01).get_lr(count) == Triangular(**CYCLE).get_lr(count) * factor
     assert Triangular2Exp(**CYCLE, k=0.01).get_lr(count) == Triangular2(**CYCLE).get_lr(count) * factor
@@ -126,12 +126,12 @@ def test_step_decays_every_n_updates_down_to_its_floor(count: int, lr: float) ->
 
 
 @pytest.mark.parametrize(("count", "lr"), [(0, 1.0), (25, 0.775), (50, 0.55), (100, 0.1), (200, 0.1)])
-def test_linear_decay_is_a_line_that_ends(count: int, lr: float) -> None:
+def test_linear_decay_falls_linearly_to_its_end(count: int, lr: float) -> None:
     assert LinearDecay(lr_min=0.1, num_iters=100).get_lr(count) == pytest.approx(lr, rel=1e-12)
 
 
 @pytest.mark.parametrize(("count", "lr"), [(0, 1.0), (25, 0.1), (50, 0.01), (80, 0.01)])
-def test_log_decay_is_geometric_and_ends(count: int, lr: float) -> None:
+def test_log_decay_falls_geometrically_to_its_end(count: int, lr: float) -> None:
     assert LogDecay(lr_min=0.01, num_iter=50).get_lr(count) == pytest.approx(lr, rel=1e-12)
 
 
@@ -142,7 +142,7 @@ def test_exponential_decay_has_a_floor() -> None:
     assert schedule.get_lr(100) == 0.2
 
 
-def test_warm_restart_falls_along_a_cosine_and_jumps_back() -> None:
+def test_warm_restart_falls_along_a_cosine_and_restarts() -> None:
     schedule = WarmRestart(**CYCLE)
     assert schedule.get_lr(0) == 1.0
     assert schedule.get_lr(10) == pytest.approx(0.55)
@@ -173,7 +173,7 @@ def test_decay_when_epoch_decays_every_n_epochs(epoch: int, lr: float) -> None:
 
 
 @pytest.mark.parametrize(("epoch", "lr"), [(0, 3e-4), (10, 3e-4), (30, 1.5e-4), (50, 0.0), (99, 0.0)])
-def test_decay_to_epoch_waits_and_goes_down_in_a_line(epoch: int, lr: float) -> None:
+def test_decay_to_epoch_waits_and_then_falls_linearly(epoch: int, lr: float) -> None:
     assert DecayToEpoch(non_decay_time=10).get_lr(epoch) == pytest.approx(lr, rel=1e-12)
 
 
@@ -196,11 +196,11 @@ def test_accuracy_decay_has_a_floor() -> None:
     assert [schedule.get_lr(accuracy) for accuracy in (1.0, 0.1, 0.1, 0.1)] == [1.0, 0.5, 0.3, 0.3]
 
 
-def test_the_floor_does_not_lift_a_small_initial_rate() -> None:
+def test_the_floor_does_not_raise_a_small_initial_rate() -> None:
     assert DecayWhenAcc(initial_lr=1e-6).get_lr(0.5) == 1e-6
 
 
-def test_an_accuracy_that_is_nan_changes_nothing() -> None:
+def test_an_accuracy_of_nan_changes_nothing() -> None:
     schedule = DecayWhenAcc(initial_lr=1.0, lr_decay=0.5)
     assert [schedule.get_lr(accuracy) for accuracy in (0.8, math.nan, 0.8, 0.1)] == [1.0, 1.0, 1.0, 0.5]
 
@@ -229,7 +229,7 @@ def test_triangular_decay_is_triangular_until_accuracy_falls() -> None:
     ],
     ids=lambda schedule: type(schedule).__name__,
 )
-def test_a_decay_never_rises(schedule: Schedule) -> None:
+def test_a_decay_schedule_never_rises(schedule: Schedule) -> None:
     values = [schedule.get_lr(count) for count in range(60)]
     assert all(before >= after for before, after in pairwise(values))
     assert values[0] > values[-1]
@@ -242,7 +242,7 @@ def test_a_schedule_waits_for_its_start(schedule: Schedule) -> None:
     assert [later.value(count + 7) for count in range(30)] == [schedule.value(count) for count in range(30)]
 
 
-def test_units_say_what_the_argument_is() -> None:
+def test_the_unit_decides_what_the_argument_counts() -> None:
     units = {type(schedule).__name__: schedule.unit for schedule in ALL}
     assert {name for name, unit in units.items() if unit == "accuracy"} == {"DecayWhenAcc"}
     assert {name for name, unit in units.items() if unit == "epoch"} == {
@@ -265,15 +265,18 @@ def test_the_long_names_are_the_same_classes() -> None:
         (lambda: Triangular(stepsize=0), "Triangular: stepsize: expected a number above 0, got 0"),
         (lambda: LinearDecay(num_iters=-1), "LinearDecay: num_iters: expected a number above 0, got -1"),
         (lambda: Triangular(lr_min=1.0, lr_max=0.1), "expected 0 <= lr_min <= lr_max, got 1.0 and 0.1"),
-        (lambda: LogDecay(lr_min=0.0), "LogDecay: lr_min: expected a number above 0, got 0.0: no factor leads to 0"),
+        (
+            lambda: LogDecay(lr_min=0.0),
+            "LogDecay: lr_min: expected a number above 0, got 0.0: repeated division never reaches 0",
+        ),
         (lambda: EpochSet({5: 0.1}), r"expected epochs, with 0 among them, as keys, got \{5: 0.1\}"),
         (lambda: EpochSet({0: 1.0, "5": 0.1}), "expected epochs, with 0 among them"),  # type: ignore[dict-item]
         (lambda: TriangularMtm(mtm_max=1.5), "expected 0 <= mtm_min <= mtm_max < 1, got 0.001 and 1.5"),
         (lambda: Triangular().observe(0.5), "Triangular does not depend on accuracy, but was given 0.5"),
-        (lambda: Triangular().load_state_dict({"best_acc": 1.0}), "Triangular observes nothing"),
+        (lambda: Triangular().load_state_dict({"best_acc": 1.0}), "Triangular has no state"),
     ],
 )
-def test_a_mistake_is_named(make: Callable[[], object], complaint: str) -> None:
+def test_a_schedule_rejects_invalid_arguments_by_name(make: Callable[[], object], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         make()
 
@@ -283,17 +286,17 @@ def test_the_base_of_momentum_schedules_is_abstract() -> None:
         MtmScheduler()  # type: ignore[abstract]
 
 
-def test_a_schedule_can_be_drawn(tmp_path: Path) -> None:
+def test_a_schedule_can_be_plotted(tmp_path: Path) -> None:
     Triangular(stepsize=100_000).plot(tmp_path / "new" / "lr.png", num=400_000)
     assert (tmp_path / "new" / "lr.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_drawing_has_at_least_one_update(tmp_path: Path) -> None:
+def test_a_plot_of_a_schedule_has_at_least_one_update(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="num: expected a whole number that is at least 1, got 0"):
         Triangular().plot(tmp_path / "lr.png", num=0)
 
 
-def test_a_schedule_of_accuracy_cannot_be_drawn(tmp_path: Path) -> None:
+def test_an_accuracy_schedule_cannot_be_plotted(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="accuracies are not known before training"):
         DecayWhenAcc().plot(tmp_path / "lr.png", num=10)
 
@@ -335,7 +338,7 @@ TWINS: dict[str, tuple[Schedule, float, Callable[[Optimizer], LRScheduler]]] = {
 
 
 @pytest.mark.parametrize("name", TWINS)
-def test_a_schedule_trains_as_its_twin_in_torch(name: str) -> None:
+def test_a_schedule_trains_as_its_torch_equivalent(name: str) -> None:
     schedule, lr, make_twin = TWINS[name]
     ours, theirs = SGD([parameter()], lr=123.0), SGD([parameter()], lr=lr)
     our_rates = train(ours, schedule.bind(ours), 50)
@@ -357,7 +360,7 @@ def test_momentum_moves_as_the_momentum_of_cyclic_lr() -> None:
 
 
 @pytest.mark.parametrize("schedule", ALL, ids=lambda schedule: type(schedule).__name__)
-def test_a_bound_schedule_is_a_torch_scheduler_whose_first_value_holds_at_once(schedule: Schedule) -> None:
+def test_a_bound_schedule_sets_its_first_value_at_once(schedule: Schedule) -> None:
     optimizer = SGD([parameter()], lr=5.0, momentum=0.5)
     scheduler = schedule.bind(optimizer)
     assert isinstance(scheduler, LRScheduler)
@@ -366,7 +369,7 @@ def test_a_bound_schedule_is_a_torch_scheduler_whose_first_value_holds_at_once(s
 
 
 @pytest.mark.parametrize("schedule", ALL, ids=lambda schedule: type(schedule).__name__)
-def test_a_resumed_scheduler_goes_on_as_if_nothing_had_happened(schedule: Schedule) -> None:
+def test_a_resumed_scheduler_continues_exactly(schedule: Schedule) -> None:
     def run(scheduler: ScheduleLR, first: int, last: int) -> list[Any]:
         values = []
         for count in range(first, last):
@@ -392,7 +395,7 @@ def test_a_resumed_scheduler_goes_on_as_if_nothing_had_happened(schedule: Schedu
     assert resumed.state_dict() == straight.state_dict()
 
 
-def test_the_state_is_safe_to_load() -> None:
+def test_the_state_of_a_scheduler_loads_without_pickle() -> None:
     scheduler = TriangularDecayWhenAcc().bind(SGD([parameter()], lr=1.0))
     scheduler.step(torch.tensor(0.5))
     file = io.BytesIO()
@@ -402,12 +405,12 @@ def test_the_state_is_safe_to_load() -> None:
 
 
 @pytest.mark.parametrize("schedule", ALL, ids=lambda schedule: type(schedule).__name__)
-def test_the_interval_follows_from_the_unit(schedule: Schedule) -> None:
+def test_the_interval_of_a_schedule_follows_from_its_unit(schedule: Schedule) -> None:
     scheduler = schedule.bind(SGD([parameter()], lr=1.0))
     assert scheduler.interval == ("update" if schedule.unit == "update" else "epoch")
 
 
-def test_schedules_declare_that_they_need_accuracy() -> None:
+def test_schedules_declare_whether_they_need_accuracy() -> None:
     bound = [schedule.bind(SGD([parameter()], lr=1.0)) for schedule in ALL]
     assert [type(scheduler.schedule) for scheduler in bound if scheduler.takes_metric] == [DecayWhenAcc]
     assert [type(scheduler.schedule) for scheduler in bound if scheduler.needs_accuracy] == [
@@ -424,7 +427,7 @@ def test_stepping_with_an_accuracy_decays() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
-def test_observing_does_not_advance() -> None:
+def test_observing_an_accuracy_does_not_advance_the_schedule() -> None:
     optimizer = SGD([parameter()], lr=5.0)
     scheduler = TriangularDecayWhenAcc(**CYCLE, lr_decay=0.5).bind(optimizer)
     for _ in range(10):
@@ -435,14 +438,14 @@ def test_observing_does_not_advance() -> None:
     assert (optimizer.param_groups[0]["lr"], scheduler.last_epoch) == (0.5, 10)
 
 
-def test_an_accuracy_for_a_schedule_that_takes_none_is_refused() -> None:
+def test_an_accuracy_for_a_schedule_without_accuracy_is_rejected() -> None:
     scheduler = Triangular(**CYCLE).bind(SGD([parameter()], lr=1.0))
     with pytest.raises(ConfigError, match="Triangular does not depend on accuracy"):
         scheduler.step(0.5)
     assert scheduler.last_epoch == 0
 
 
-def test_one_schedule_for_two_optimizers_keeps_two_states() -> None:
+def test_one_schedule_for_two_optimizers_has_two_states() -> None:
     schedule = DecayWhenAcc(initial_lr=1.0, lr_decay=0.5)
     first = schedule.bind(SGD([parameter()], lr=5.0))
     second = schedule.bind(SGD([parameter()], lr=5.0))
@@ -452,7 +455,7 @@ def test_one_schedule_for_two_optimizers_keeps_two_states() -> None:
     assert schedule.num_decays == 0
 
 
-def test_every_group_gets_the_value_times_its_scale() -> None:
+def test_every_parameter_group_gets_the_value_times_its_scale() -> None:
     optimizer = SGD([{"params": [parameter()], "lr": 7.0}, {"params": [parameter()], "lr_scale": 0.1}], lr=5.0)
     scheduler = LinearDecay(lr_min=0.0, num_iters=10).bind(optimizer)
     scheduler.step()
@@ -479,7 +482,7 @@ def test_momentum_of_adam_is_the_first_beta() -> None:
     assert betas == [[(beta, 0.95)] * 2 for beta in (0.75, 0.625, 0.5, 0.625)]
 
 
-def test_the_first_beta_really_moves_the_weights() -> None:
+def test_the_first_beta_affects_the_weights() -> None:
     def weight_after(schedule: Schedule | None) -> torch.Tensor:
         weight = parameter()
         optimizer = AdamW([weight], lr=0.1, betas=(0.9, 0.99))
@@ -497,12 +500,12 @@ def test_the_first_beta_really_moves_the_weights() -> None:
     assert not torch.allclose(weight_after(moving), weight_after(None))
 
 
-def test_an_optimizer_without_momentum_is_refused() -> None:
+def test_an_optimizer_without_momentum_is_rejected() -> None:
     with pytest.raises(ConfigError, match="momentum: expected an optimizer with 'momentum' or 'betas'"):
         TriangularMtm().bind(Adagrad([parameter()], lr=0.1))
 
 
-def test_learning_rate_and_momentum_schedules_share_an_optimizer() -> None:
+def test_learning_rate_and_momentum_schedules_can_share_an_optimizer() -> None:
     optimizer = SGD([parameter()], lr=5.0, momentum=0.5)
     rate, momentum = Triangular(**CYCLE).bind(optimizer), TriangularMtm(stepsize=10).bind(optimizer)
     train(optimizer, rate, 3)
@@ -542,21 +545,21 @@ def test_a_chain_warms_up_and_anneals() -> None:
     assert train(ours, chain, 16) == pytest.approx(train(theirs, twin, 16), rel=1e-9)
 
 
-def test_a_scheduler_holds_its_last_value() -> None:
+def test_a_finished_scheduler_holds_its_last_value() -> None:
     optimizer = SGD([parameter()], lr=0.5)
     rates = train(optimizer, CosineAnnealingScheduler(optimizer, 4, eta_min=0.1), 8)
     assert rates[0] == 0.5
     assert rates[4:] == [0.1] * 4
 
 
-def test_every_group_keeps_its_own_base() -> None:
+def test_every_parameter_group_keeps_its_base_rate() -> None:
     optimizer = SGD([{"params": [parameter()], "lr": 1.0}, {"params": [parameter()], "lr": 0.5}])
     scheduler = WarmUpScheduler(optimizer, 4)
     train(optimizer, scheduler, 2)
     assert scheduler.get_last_lr() == [0.5, 0.25]
 
 
-def test_chains_may_be_chained() -> None:
+def test_chains_can_be_nested() -> None:
     def parts(optimizer: Optimizer) -> tuple[WarmUpScheduler, CosineAnnealingScheduler, WarmUpScheduler]:
         return (
             WarmUpScheduler(optimizer, 3),
@@ -571,7 +574,7 @@ def test_chains_may_be_chained() -> None:
     assert train(flat, flat_chain, 12) == train(nested, nested_chain, 12)
 
 
-def test_a_resumed_chain_goes_on_as_if_nothing_had_happened() -> None:
+def test_a_resumed_chain_continues_exactly() -> None:
     def build(lr: float) -> tuple[SGD, SchedulerChain]:
         optimizer = SGD([parameter()], lr=lr)
         return optimizer, SchedulerChain(WarmUpScheduler(optimizer, 4), CosineAnnealingScheduler(optimizer, 8))
@@ -589,16 +592,16 @@ def test_a_resumed_chain_goes_on_as_if_nothing_had_happened() -> None:
     assert train(resumed, resumed_chain, 6) == expected[6:]
 
 
-def test_a_chain_has_one_optimizer() -> None:
+def test_all_parts_of_a_chain_must_share_one_optimizer() -> None:
     with pytest.raises(ConfigError, match="expected schedulers of one optimizer"):
         SchedulerChain(WarmUpScheduler(SGD([parameter()], lr=1.0), 2), WarmUpScheduler(SGD([parameter()], lr=1.0), 2))
 
 
-def test_a_chain_has_a_scheduler() -> None:
+def test_an_empty_chain_is_rejected() -> None:
     with pytest.raises(ConfigError, match="expected at least one scheduler"):
         SchedulerChain()
 
 
-def test_a_chained_scheduler_has_a_length() -> None:
+def test_a_chained_scheduler_must_have_a_length() -> None:
     with pytest.raises(ConfigError, match="WarmUpScheduler: total_iters: expected a number above 0, got 0"):
         WarmUpScheduler(SGD([parameter()], lr=1.0), 0)

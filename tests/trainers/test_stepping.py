@@ -26,7 +26,7 @@ def weight_with_gradient() -> nn.Parameter:
 
 
 def wrapped(optimizer: Optimizer) -> list[str]:
-    """Return how often torch's own wrapping is gone through in an update, told by the name that profilers see."""
+    """Return how often torch's wrapper is called in an update, counted by the name that profilers see."""
     seen: list[str] = []
     record = torch.autograd.profiler.record_function
 
@@ -51,7 +51,7 @@ def wrapped(optimizer: Optimizer) -> list[str]:
         lambda params: Adam(params, lr=0.1),
     ],
 )
-def test_an_update_has_the_bits_of_torch_and_leaves_the_wrapping_out(
+def test_a_fast_update_equals_torch_and_skips_the_wrappers(
     make: Callable[[list[nn.Parameter]], Optimizer],
 ) -> None:
     mine, torchs = weight_with_gradient(), weight_with_gradient()
@@ -66,7 +66,7 @@ def test_an_update_has_the_bits_of_torch_and_leaves_the_wrapping_out(
 def test_hooks_of_an_optimizer_and_of_all_optimizers_are_called() -> None:
     heard: list[str] = []
 
-    def hear(what: str) -> Callable[..., None]:
+    def receive(what: str) -> Callable[..., None]:
         return lambda optimizer, args, kwargs: heard.append(what)
 
     optimizer = SGD([weight_with_gradient()], lr=0.1)
@@ -76,7 +76,7 @@ def test_hooks_of_an_optimizer_and_of_all_optimizers_are_called() -> None:
         register_optimizer_step_pre_hook,
         register_optimizer_step_post_hook,
     ):
-        handle = register(hear(register.__name__))
+        handle = register(receive(register.__name__))
         make_update(optimizer)
         handle.remove()
         make_update(optimizer)
@@ -95,7 +95,7 @@ def test_a_profiler_sees_the_update_by_its_name() -> None:
     assert "Optimizer.step#SGD.step" in [event.name for event in profile.function_events]
 
 
-def test_a_step_that_someone_has_replaced_is_the_one_that_is_made() -> None:
+def test_a_replaced_optimizer_step_is_called() -> None:
     made: list[str] = []
     optimizer = SGD([weight_with_gradient()], lr=0.1)
     optimizer.step = lambda closure=None: made.append("mine")  # type: ignore[method-assign, misc, assignment, return-value]
@@ -103,7 +103,7 @@ def test_a_step_that_someone_has_replaced_is_the_one_that_is_made() -> None:
     assert made == ["mine"]
 
 
-def test_a_step_of_a_subclass_is_made_also_if_it_bears_the_marks_of_torchs_own() -> None:
+def test_an_overridden_optimizer_step_is_called_even_if_it_looks_like_torch() -> None:
     SGD([weight_with_gradient()], lr=0.1)
     made: list[str] = []
 
@@ -119,7 +119,7 @@ def test_a_step_of_a_subclass_is_made_also_if_it_bears_the_marks_of_torchs_own()
     assert weight.tolist() == pytest.approx([0.95, -2.3])
 
 
-def test_a_hook_that_comes_in_the_middle_of_a_run_is_called(problem: Problem) -> None:
+def test_an_optimizer_hook_added_during_a_run_is_called(problem: Problem) -> None:
     class Late(Callback):
         heard = 0
 

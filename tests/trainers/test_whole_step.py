@@ -106,7 +106,7 @@ def make_adam(model: nn.Module) -> Optimizer:
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [make_sgd, make_adam])
-def test_losses_weights_buffers_masks_and_optimizer_state_are_those_of_eager_training(
+def test_a_whole_step_run_equals_eager_training_in_all_state(
     problem: Problem, make: Callable[[nn.Module], Optimizer]
 ) -> None:
     def train(kind: Any) -> tuple[Any, ...]:
@@ -122,7 +122,7 @@ def test_losses_weights_buffers_masks_and_optimizer_state_are_those_of_eager_tra
 
 @needs_compiler
 @pytest.mark.slow
-def test_compiled_and_eager_steps_take_turns_with_one_optimizer_state(problem: Problem) -> None:
+def test_compiled_and_eager_steps_share_one_optimizer_state(problem: Problem) -> None:
     def train(first: Any, second: Any) -> tuple[nn.Module, Optimizer]:
         model = Model()
         optimizer = make_adam(model)
@@ -145,7 +145,7 @@ def test_compiled_and_eager_steps_take_turns_with_one_optimizer_state(problem: P
 
 @needs_compiler
 @pytest.mark.slow
-def test_a_state_that_is_loaded_into_the_optimizer_is_used_by_its_graph(problem: Problem) -> None:
+def test_a_state_loaded_into_the_optimizer_is_used_by_its_graph(problem: Problem) -> None:
     def train(kind: Any) -> list[float]:
         model = Model()
         optimizer = make_adam(model)
@@ -162,7 +162,7 @@ def test_a_state_that_is_loaded_into_the_optimizer_is_used_by_its_graph(problem:
 
 @needs_compiler
 @pytest.mark.slow
-def test_numbers_of_the_optimizer_move_without_a_new_graph(problem: Problem) -> None:
+def test_optimizer_hyperparameters_change_without_a_new_graph(problem: Problem) -> None:
     def train(kind: Any) -> tuple[list[float], Any]:
         model = Model()
         optimizer = make_adam(model)
@@ -183,7 +183,7 @@ def test_numbers_of_the_optimizer_move_without_a_new_graph(problem: Problem) -> 
 
 @needs_compiler
 @pytest.mark.slow
-def test_another_form_of_batch_is_compiled_at_its_eighth_appearance(problem: Problem) -> None:
+def test_a_new_batch_shape_is_compiled_at_its_eighth_occurrence(problem: Problem) -> None:
     model = linear_for(problem)
     step = whole_step(model, SGD(model.parameters(), lr=0.1))
     full = problem.batches[0]
@@ -198,7 +198,7 @@ def test_another_form_of_batch_is_compiled_at_its_eighth_appearance(problem: Pro
 
 @needs_compiler
 @pytest.mark.slow
-def test_a_form_that_comes_twice_in_a_row_is_compiled_also_after_a_resume(problem: Problem) -> None:
+def test_a_shape_that_occurs_twice_in_a_row_is_compiled_after_a_resume(problem: Problem) -> None:
     model = linear_for(problem)
     optimizer = SGD(model.parameters(), lr=0.1)
     step = whole_step(model, optimizer)
@@ -216,7 +216,7 @@ def test_a_form_that_comes_twice_in_a_row_is_compiled_also_after_a_resume(proble
 
 @needs_compiler
 @pytest.mark.slow
-def test_among_many_runs_all_shorter_batches_have_one_graph_whichever_comes_first(problem: Problem) -> None:
+def test_among_many_runs_all_shorter_batches_share_one_graph(problem: Problem) -> None:
     full = problem.batches[0]
 
     def train(sizes: list[int]) -> dict[int, Tensor]:
@@ -226,7 +226,7 @@ def test_among_many_runs_all_shorter_batches_have_one_graph_whichever_comes_firs
         step = whole_step(model, SGD(model.parameters(), lr=0.1))
         for size in sizes:
             model.load_state_dict({"weight": torch.eye(3, 6), "bias": torch.zeros(3)})
-            step.begin(is_among_many=True)
+            step.start_run(is_among_many=True)
             assert step(full) is not None
             assert step(shorter(full, size)) is not None
             found[size] = model.weight.detach().clone()
@@ -244,7 +244,7 @@ def test_among_many_runs_all_shorter_batches_have_one_graph_whichever_comes_firs
 
 @needs_compiler
 @pytest.mark.slow
-def test_a_graph_for_shorter_batches_is_used_for_those_alone_for_which_it_is_right(problem: Problem) -> None:
+def test_a_graph_for_shorter_batches_is_used_only_if_it_is_valid(problem: Problem) -> None:
     model = linear_for(problem)
     inputs, targets = problem.batches[0]
 
@@ -253,9 +253,9 @@ def test_a_graph_for_shorter_batches_is_used_for_those_alone_for_which_it_is_rig
         return {"loss": 2 * loss if batch[0].shape[0] >= 4 else loss}
 
     step = WholeStep(compute, [model], SGD(model.parameters(), lr=0.1))
-    step.begin(is_among_many=True)
+    step.start_run(is_among_many=True)
     assert step((inputs, targets)) is not None
-    # A list is another form, and what has one sample is a case of its own to torch.
+    # A list is another form, and a batch of one sample is a special case in torch.
     assert step([inputs[:5], targets[:5]]) is None
     assert step((inputs[:5], targets[:4])) is None
     for size in (7, 6, 5, 4, 3, 2, 1):
@@ -296,19 +296,19 @@ def test_attention_without_dropout_draws_no_random_numbers() -> None:
 
 @needs_compiler
 @pytest.mark.slow
-def test_a_step_whose_shorter_batches_can_have_no_graph_has_one_for_full_ones(problem: Problem) -> None:
+def test_a_step_without_a_graph_for_shorter_batches_has_one_for_full_ones(problem: Problem) -> None:
     model = Model()
     step = whole_step(model, SGD(model.parameters(), lr=0.1))
-    step.begin(is_among_many=True)
+    step.start_run(is_among_many=True)
     full = problem.batches[0]
     found = [step(batch) is not None for batch in (full, shorter(full, 5), full, shorter(full, 6))]
-    # It draws random numbers twice, whose order would be that of the compiler.
+    # It draws random numbers twice, in an order that the compiler would decide.
     assert found == [True, False, True, False]
 
 
 @needs_compiler
 @pytest.mark.slow
-def test_a_step_that_python_changes_is_refused_and_undone(problem: Problem) -> None:
+def test_a_step_with_python_side_effects_is_rejected_and_undone(problem: Problem) -> None:
     model = Model()
     doubles = False
 
@@ -329,7 +329,7 @@ def test_a_step_that_python_changes_is_refused_and_undone(problem: Problem) -> N
 
 @needs_compiler
 @pytest.mark.slow
-def test_a_graph_goes_on_with_a_new_optimizer_of_the_same_parameters(problem: Problem) -> None:
+def test_a_graph_is_reused_with_a_new_optimizer_of_the_same_parameters(problem: Problem) -> None:
     model = Model()
     step = whole_step(model, make_adam(model))
     step(problem.batches[0])
@@ -344,7 +344,7 @@ def test_a_graph_goes_on_with_a_new_optimizer_of_the_same_parameters(problem: Pr
 @needs_compiler
 @pytest.mark.slow
 @torture
-def test_images_have_the_losses_of_eager_training() -> None:
+def test_a_compiled_image_model_has_the_losses_of_eager_training() -> None:
     def train(kind: Any) -> list[float]:
         torch.manual_seed(5)
         batch = torch.randn(4, 1, 8, 8), torch.randint(3, (4,))
@@ -378,7 +378,7 @@ def cnn() -> tuple[nn.Module, tuple[int, ...]]:
         pytest.param(cnn, lambda parameters: AdamW(parameters, lr=0.01), id="cnn-AdamW", marks=torture),
     ],
 )
-def test_a_step_from_the_same_state_has_the_loss_of_an_eager_step_and_leads_to_the_same(
+def test_a_compiled_step_from_the_same_state_equals_the_eager_step(
     make_model: Callable[[], tuple[nn.Module, tuple[int, ...]]], make_optimizer: Callable[..., Optimizer]
 ) -> None:
     torch.manual_seed(0)
@@ -386,7 +386,7 @@ def test_a_step_from_the_same_state_has_the_loss_of_an_eager_step_and_leads_to_t
     optimizer, other = make_optimizer(model.parameters()), make_optimizer(twin.parameters())
     eager, compiled = eager_step(model, optimizer), whole_step(twin, other)
     for _ in range(30):
-        # Long runs drift apart, each step from a difference that the last one left; so every step begins anew.
+        # Long runs drift apart because differences add up, so every step starts from the same state.
         twin.load_state_dict(model.state_dict())
         other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         batch = torch.randn(16, *shape), torch.randint(5, (16,))
@@ -401,7 +401,7 @@ def test_a_step_from_the_same_state_has_the_loss_of_an_eager_step_and_leads_to_t
 @needs_compiler
 @pytest.mark.slow
 @torture
-def test_a_long_run_in_double_precision_stays_with_the_eager_run() -> None:
+def test_a_long_compiled_run_in_double_precision_equals_the_eager_run() -> None:
     def train(kind: Any) -> list[float]:
         torch.manual_seed(0)
         model = mlp()[0].double()
@@ -413,7 +413,7 @@ def test_a_long_run_in_double_precision_stays_with_the_eager_run() -> None:
 
 @needs_compiler
 @pytest.mark.slow
-def test_several_steps_in_one_call_have_the_bits_of_as_many_calls(problem: Problem) -> None:
+def test_several_steps_in_one_call_equal_as_many_calls_bit_for_bit(problem: Problem) -> None:
     def train(number: int) -> tuple[Any, ...]:
         model = Model()
         optimizer = make_adam(model)
@@ -432,7 +432,7 @@ def test_several_steps_in_one_call_have_the_bits_of_as_many_calls(problem: Probl
 
 @needs_compiler
 @pytest.mark.slow
-def test_several_steps_are_made_only_where_single_ones_have_proven_to_be_a_graph(problem: Problem) -> None:
+def test_several_steps_per_call_require_a_proven_graph_for_one_step(problem: Problem) -> None:
     model = Model()
     step = whole_step(model, make_adam(model))
     batches = problem.batches[:2]
@@ -510,30 +510,28 @@ class Keeping(nn.Linear):
         ("cannot be traced (RuntimeError", lambda: refusal(mean, linear(), batch=torch.ones(3, 5))),
     ],
 )
-def test_a_step_that_cannot_be_a_graph_is_refused_by_name_and_changes_nothing(
-    cause: str, refused: Callable[[], str]
-) -> None:
+def test_a_step_without_a_graph_is_rejected_by_name_and_changes_nothing(cause: str, refused: Callable[[], str]) -> None:
     assert cause in refused()
 
 
-def test_a_parameter_outside_of_the_modules_is_refused() -> None:
+def test_a_parameter_outside_the_modules_is_rejected() -> None:
     foreign = nn.Parameter(torch.ones(2))
     assert "a parameter that is not the model's" in refusal(lambda m, b: {"loss": (m(b) * foreign).mean()}, linear())
 
 
-def test_a_hook_on_a_gradient_is_refused() -> None:
+def test_a_hook_on_a_gradient_is_rejected() -> None:
     model = linear()
     model.bias.register_hook(lambda gradient: gradient)
     assert refusal(mean, model) == "the parameter bias has a hook on its gradient"
 
 
-def test_shared_memory_is_refused() -> None:
+def test_parameters_with_shared_memory_are_rejected() -> None:
     model = linear()
     model.register_buffer("alias", model.weight.data[0])
     assert refusal(mean, model) == "two parameters or buffers share their memory"
 
 
-def test_a_machine_without_a_compiler_is_named() -> None:
+def test_a_missing_compiler_is_named() -> None:
     from torch._inductor import config
 
     with config.patch({"cpp.cxx": ("/nowhere/g++",)}):
@@ -542,7 +540,7 @@ def test_a_machine_without_a_compiler_is_named() -> None:
 
 @needs_compiler
 @pytest.mark.slow
-def test_a_loss_with_one_element_is_that_of_eager_training(problem: Problem) -> None:
+def test_a_compiled_loss_with_one_element_equals_eager_training(problem: Problem) -> None:
     compiled, eager = linear_for(problem), linear_for(problem)
     eager.load_state_dict(compiled.state_dict())
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from dovetail.callbacks import Callback, ImprovementWindow, NonFiniteLoss, ProgressDisplay, StopWhen
+from dovetail.callbacks import Callback, ImprovementWindow, MaxTime, NonFiniteLoss, ProgressDisplay, StopWhen
 from dovetail.clipping import Clipping
 from dovetail.data import to_device
 from dovetail.data.batches import map_tensors
@@ -21,11 +21,13 @@ from dovetail.trainers import other_libraries
 from dovetail.trainers.context import TrainingContext, Window
 from dovetail.trainers.data_handling import TrainerData
 from dovetail.trainers.devices import as_device, check_device
+from dovetail.trainers.frozen import FrozenBase
 from dovetail.trainers.optimization import RATES, Optimization
 from dovetail.trainers.options import OPTION_NAMES, TrainerOptions
 from dovetail.trainers.recipe import CONFLICTS, check_conflicts, strategy_from_options
 from dovetail.trainers.saving import RETENTION
 from dovetail.trainers.strategies.bundle import Strategies
+from dovetail.trainers.strategies.weighting import batch_splitter
 from dovetail.units import counted
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ class OptionAssignment:
     _own_callbacks: dict[str, Callback]
     _own_config: dict[str, Any]
     _move: Callable[[Any, torch.device], Any]
+    _split: Callable[[Any], tuple[Any, Any]]
     _clipping: Clipping | None
     _placed: Any
     _data: TrainerData
@@ -71,11 +74,14 @@ class OptionAssignment:
             if hasattr(type(self), name):
                 # A property raised an AttributeError, and Python then calls `__getattr__`: raise the first error again.
                 return object.__getattribute__(self, name)
-            raise AttributeError(_why_missing(self, name))
+            raise AttributeError(_missing_attribute_message(self, name))
 
         def __setattr__(self, name: str, value: Any) -> None:
             if name in OPTION_NAMES and not hasattr(type(self), name):
-                raise AttributeError(why_no_attribute(self, name))
+                raise AttributeError(option_attribute_message(self, name))
+            if name == "callbacks" and not hasattr(type(self), name):
+                # Otherwise the assigned callbacks would never be called.
+                raise AttributeError("callbacks: write trainer.context.callbacks.add(…)")
             if name == "options" and getattr(value, "_trainer", None) is None:
                 raise AttributeError("options: assign them one by one, trainer.options.name = value")
             object.__setattr__(self, name, value)
@@ -94,12 +100,15 @@ class OptionAssignment:
         context = self.context
         if context.run.trainer is not None and name not in _LIVE_OPTIONS:
             raise ConfigError(f"{name}: the trainer is running; assign this option before or after a run")
+        # All options are checked together before anything changes, so a rejected value has no effect.
         options = TrainerOptions.from_keywords({**_values(self.options), name: value}, ())
+        # These numbers are written into the existing optimizers, also into those that a strategy has built.
         if name in RATES:
             self._optimization.set_rate(cast("SingleProcessTrainer", self), name, value)
         else:
             check_conflicts(self.strategies, {name})
             self._check_assignment(name, options)
+        # Not `setattr`, which would call this method again.
         vars(self.options)[name] = value
         self._given |= {name}
         self._apply_option(name, value)
@@ -113,6 +122,7 @@ class OptionAssignment:
                 f"{name}: the trainer has read {counted(done, 'batch', 'batches')} of an epoch, whose rest would have "
                 "another order; assign this option at the end of an epoch"
             )
+        # A step strategy has set the size of the window to another value than the option's.
         if name == "accumulation_steps" and context.run.window.size != self.options.accumulation_steps:
             raise ConfigError(f"{name}: {self.strategies.training_step!r} decides this; give one or the other")
         if name == "device_id":
@@ -137,9 +147,11 @@ class OptionAssignment:
             context.run.saver = (
                 context.run.saver.with_options(options) if context.run.saver is not None and saves else None
             )
+            # The next run attaches the history to the file of the new settings.
             context.history.detach()
         if name in CALLBACK_OPTIONS or name == "log_bar":
             self._renew_callbacks("verbose" if name == "log_bar" else name)
+        self._data.limits = options.batch_limits
         if name in _DATA_STAGES:
             context.run.data[_DATA_STAGES[name]] = value
         elif name == "seed":
@@ -149,15 +161,21 @@ class OptionAssignment:
         elif name == "optim_function":
             context.optimizers.clear()
             context.schedulers.clear()
-        elif name in ("lr_scheduler", "mtm_scheduler", "scheduler_step_on_batch"):
+        elif name in ("lr_scheduler", "warmup", "mtm_scheduler", "scheduler_step_on_batch"):
             context.schedulers.clear()
+            # The optimizers stay, with their state.
             self._optimization.has_schedulers = False
         elif name == "accumulation_steps":
             context.run.window = Window(value)
         elif name == "device_id":
             context.device = as_device(None, value)
+        elif name == "save_only_trainable":
+            context.run.base = frozen_base(options)
         elif name == "memory_format":
             self._move, self._placed = batch_mover(value), None
+        elif name in ("target", "sample_weight", "class_weight"):
+            self._split = batch_splitter(options, context)
+            self.criterion = None if name != "target" else self.criterion
 
     def _rebuild_pieces(self, name: str) -> None:
         """Rebuild the strategy and the clipping that an option describes."""
@@ -186,6 +204,8 @@ class OptionAssignment:
             return NonFiniteLoss(options.nonfinite) if options.nonfinite != "ignore" else None
         if name == "stop_when_acc":
             return StopWhen("valid_accuracy", options.stop_when_acc, mode="max") if options.stop_when_acc > 0 else None
+        if name == "max_time":
+            return MaxTime(options.max_time) if options.max_time is not None else None
         if name == "early_stop":
             window = options.early_stop
             return None if window is None else ImprovementWindow(int(window["num_epochs"]), float(window["improv"]))
@@ -200,7 +220,7 @@ class _BackgroundErrors(Callback):
             context.run.saver.writer.check()
 
 
-def why_no_attribute(trainer: Any, name: str) -> str:
+def option_attribute_message(trainer: Any, name: str) -> str:
     """Return the error message for an option that is used as an attribute of a trainer."""
     if "options" in vars(trainer) or "trainer" in vars(trainer):
         return f"{name}: this is an option, not an attribute of the trainer; write trainer.options.{name}"
@@ -221,9 +241,9 @@ def reject_option_names(kind: type[Any]) -> None:
                 )
 
 
-def _why_missing(trainer: Any, name: str) -> str:
+def _missing_attribute_message(trainer: Any, name: str) -> str:
     if name in OPTION_NAMES:
-        return why_no_attribute(trainer, name)
+        return option_attribute_message(trainer, name)
     found = f"{type(trainer).__name__!r} object has no attribute {name!r}"
     return f"{found}: {other_libraries.ATTRIBUTES[name]}" if name in other_libraries.ATTRIBUTES else found
 
@@ -264,6 +284,11 @@ def clipping_of(options: TrainerOptions) -> Clipping | None:
     return Clipping("gradient_clip", options.gradient_clip) if options.gradient_clip else None
 
 
+def frozen_base(options: TrainerOptions) -> FrozenBase | None:
+    """Return the base that checkpoints leave out with the option `save_only_trainable`, or None."""
+    return FrozenBase() if options.save_only_trainable else None
+
+
 def channels_last(tensor: Tensor) -> Tensor:
     """Return images with the channels last in memory, and any other tensor unchanged."""
     return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
@@ -272,19 +297,35 @@ def channels_last(tensor: Tensor) -> Tensor:
 # Options that have another name in configurations.
 _CONFIG_KEYS = {"num_epochs": "epochs", "batch_size": "batch_size", "learning_rate": "lr"}
 
+# Options with the data of a stage.
 _DATA_STAGES = {"train_dataset": "train", "val_dataset": "valid", "test_dataset": "test"}
 
 # Options that add a callback, in the order in which the callbacks are called.
-CALLBACK_OPTIONS = ("save_in_background", "nonfinite", "stop_when_acc", "early_stop", "verbose")
+CALLBACK_OPTIONS = ("save_in_background", "nonfinite", "stop_when_acc", "early_stop", "max_time", "verbose")
 
 # Options that take effect during a run. All others are part of the plan, which is made before the run.
 _LIVE_OPTIONS = {"learning_rate", "momentum", "weight_decay", "gradient_clip", "batch_size"}
 
-_LOADER_OPTIONS = {"batch_size", "val_batch_size", "test_batch_size", "shuffle", "num_workers", "drop_last", "seed"}
+# Options from which loaders are built.
+_LOADER_OPTIONS = {
+    "batch_size",
+    "val_batch_size",
+    "test_batch_size",
+    "shuffle",
+    "num_workers",
+    "drop_last",
+    "seed",
+    "collate_fn",
+    "target",
+    "sample_weight",
+    "class_weight",
+    "overfit_batches",
+}
 
 # Options that determine the order of the samples in an epoch.
-_ORDER_OPTIONS = {"batch_size", "shuffle", "drop_last", "seed"}
+_ORDER_OPTIONS = {"batch_size", "shuffle", "drop_last", "seed", "overfit_batches"}
 
+# Options from which the saver is built.
 _SAVER_OPTIONS = {
     "checkpoint_dir",
     "checkpoint_name",

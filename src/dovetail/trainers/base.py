@@ -46,7 +46,7 @@ class Trainer(ABC):
         return self
 
     def _customized_by(self, name: str) -> tuple[type[Any], ...]:
-        """Return the classes that override the library's default of a verb or seam; empty if none does.
+        """Return the classes that override the library's default of a verb or another method; empty if none does.
 
         The outermost layer comes first. Subclasses, add-ons and layers count, both the user's and the library's.
 
@@ -160,7 +160,8 @@ class Trainer(ABC):
         Args:
             train_data: A loader or any iterable of batches, a dataset, a tensor or array, or a tuple `(x, y)` of them;
                 None means the data that the trainer already has.
-            val_data: The same, for validation.
+            val_data: The same, for validation. A dictionary of loaders, datasets or tuples, `{"clean": a, "noisy": b}`,
+                has several sets, whose metrics are called `valid_clean_loss`, `valid_noisy_loss` and so on.
             max_length: The length of training *since the trainer's first epoch*, such as `Epochs(10)`; None means
                 `num_epochs`.
             validation_period: How often to validate; every epoch by default.
@@ -174,7 +175,7 @@ class Trainer(ABC):
         for name in unknown:
             raise UnknownNameError("keyword of fit", name, _FIT_KEYWORDS, other_libraries.FIT)
         if dry_run:
-            # Imported here, because this module imports `base`.
+            # Imported here, because `dry_run.py` imports this module.
             from dovetail.trainers.dry_run import dry_run as try_out
 
             return try_out(
@@ -199,12 +200,17 @@ class Trainer(ABC):
 
     def explain(self) -> str:
         """Return the parts of this trainer and the plan of its next epoch as a tree; nothing changes."""
+        # Imported here, because `explain.py` imports this module.
         from dovetail.trainers.explain import explain
 
         return explain(self._run_layer)
 
     def evaluate(self, data: Any = None, stage: Stage = "test") -> dict[str, float]:
-        """Return the metrics over `data`; module modes, RNG state, counters and logs are restored afterwards."""
+        """Return the metrics over `data`; module modes, RNG state, counters and logs are restored afterwards.
+
+        A dictionary of loaders, datasets or tuples has several sets: `evaluate({"a": …, "b": …})` returns `a_loss`,
+        `b_loss` and so on.
+        """
         if not isinstance(stage, str):
             raise ConfigError(
                 f"stage: expected 'train', 'valid', 'test' or 'predict', got a {type(stage).__name__}; inputs and "
@@ -226,7 +232,7 @@ class Trainer(ABC):
         """Restore all state from a checkpoint; the next `fit` continues from there."""
         saving.load(self._run_layer, Path(path))
 
-    # Seams whose default is right for a run in one process.
+    # Verbs whose default is right for a run in one process.
 
     def settle(self) -> None:  # noqa: B027 - nothing to do in a single process
         """Exchange pending requests, such as a stop, with the other processes of the run. Called between updates."""
@@ -266,6 +272,7 @@ class Trainer(ABC):
 
     def _enter(self, entry: Literal["fit", "evaluate", "predict"], **arguments: Any) -> Any:
         trainer = self._run_layer
+        # A launcher runs the same function of the loop in other processes and copies the result into this trainer.
         launch = trainer.launcher()
         return getattr(loop, entry)(trainer, **arguments) if launch is None else launch(trainer, entry, arguments)
 
@@ -285,6 +292,7 @@ _FIT_KEYWORDS = tuple(
 @cache
 def customizers(kind: type[Trainer], name: str) -> tuple[type[Any], ...]:
     """Return the classes of one layer that override the library's default of a method, in lookup order."""
+    # A class that sets `_has_defaults` in its body also declares the methods of its base classes as defaults.
     defaults = {it for cls in kind.__mro__ if "_has_defaults" in vars(cls) for it in cls.__mro__}
     return tuple(cls for cls in kind.__mro__ if name in vars(cls) and cls not in defaults)
 
@@ -295,12 +303,14 @@ def _mount(add_on: type[Any], base: type[Any]) -> type[Any]:
     return type(f"{add_on.__name__}{base.__name__}", (add_on, base), names)
 
 
+# Cached, so that mounting the same add-on twice, or after unpickling, gives the same class.
 mount = cast("Callable[[type[Any], type[Any]], type[Any]]", cache(_mount))
 
 
 def _reduce_mounted(trainer: Any, protocol: Any) -> Any:
     """Pickle an instance of a mounted class by its parts, because no module contains the class itself."""
     base, add_ons = _split_mounted(type(trainer))
+    # A class that the user derived from a mounted class has a name in a module: pickle it as usual.
     if not add_ons:
         return object.__reduce_ex__(trainer, protocol)
     return _build_mounted, (base, *add_ons), trainer.__getstate__()

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from dovetail.errors import ConfigError
-from dovetail.trainers.schedules import ScheduleLR
+from dovetail.trainers.schedules import RunScheduleLR, ScheduleLR
 
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
@@ -61,11 +61,13 @@ class BoundScheduler:
                 self._step(metrics)
 
     def _step(self, metrics: Mapping[str, float] | None) -> None:
+        """Step the scheduler; if it follows a metric, only with a value of the metric."""
         if self.stepper is not None or not self.takes_metric:
             (self.stepper or self.scheduler.step)()
             return
         value = (metrics or {}).get(self.monitor)
         if value is None:
+            # Without validation data, a plateau of the training loss counts.
             value = (metrics or {}).get(self.monitor.replace("valid_", "train_"))
         if value is not None:
             self.scheduler.step(value)
@@ -85,6 +87,8 @@ def bind_scheduler(scheduler: LRScheduler | ReduceLROnPlateau, *, on_batch: bool
     interval: Interval = "epoch"
     if isinstance(scheduler, ScheduleLR):
         interval = scheduler.interval
+    elif isinstance(scheduler, RunScheduleLR):
+        interval = "update"
     elif on_batch or isinstance(scheduler, (OneCycleLR, CyclicLR)):
         interval = "batch" if on_batch else "update"
     monitor = "valid_accuracy" if isinstance(scheduler, ScheduleLR) else "valid_loss"
@@ -100,11 +104,14 @@ def step_schedulers(context: TrainingContext, interval: str, metrics: Mapping[st
     for bound in context.schedulers:
         if bound.interval == "batch":
             if interval == "update":
+                # The loop counts the running batch after this call, so it is added here.
                 bound.advance(context.progress.batches + 1 - bound.batches, metrics)
                 bound.batches = context.progress.batches + 1
             continue
         if interval == "epoch" and isinstance(bound.scheduler, ScheduleLR) and bound.scheduler.needs_accuracy:
             observed = (metrics or {}).get("valid_accuracy")
+            # A missing accuracy is an error only if no later validation can bring it: epochs between two validations
+            # have none either.
             if observed is None and (
                 context.run.plan is None
                 or context.run.plan.validate is None
@@ -116,5 +123,6 @@ def step_schedulers(context: TrainingContext, interval: str, metrics: Mapping[st
                 )
             if observed is not None and not bound.takes_metric:
                 bound.scheduler.observe(observed)
+        # With several optimizers, an update may step only some of them; the schedules of the others do not move.
         if bound.interval == interval and (interval == "epoch" or bound.optimizer in context.run.batch.stepped):
             bound.advance(1, metrics)

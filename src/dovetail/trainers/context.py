@@ -114,6 +114,7 @@ class TrainingContext:
         for name, value in state.items():
             setattr(self, name, value)
 
+    # Hidden from type checkers, which would otherwise accept any attribute.
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
@@ -176,6 +177,7 @@ class TrainingContext:
         """
         run = self.run
         batch, window = run.batch, run.window
+        # A batch may have several losses, as in a GAN; its items count once.
         if window.size > 1:
             loss = loss * window.weight(run.num_items, first_of_batch=not batch.optimized)
         batch.optimized = True
@@ -196,6 +198,7 @@ class TrainingContext:
         chosen = optimizers or tuple(self.optimizers)
         run = self.run
         window = run.window
+        # The loop makes this step when the window closes.
         if not window.closes:
             window.defer(chosen)
             return False
@@ -203,6 +206,7 @@ class TrainingContext:
         assert trainer is not None, _NOT_RUNNING
         before = len(stepped)
         for optimizer in chosen:
+            # Before clipping, which must see the gradients of the whole window.
             if window.size > 1:
                 window.settle(optimizer)
             trainer.clip_gradients(optimizer)
@@ -229,6 +233,7 @@ def defer_optimizers(context: TrainingContext, build: Callable[[], None]) -> Non
     Until then strategies can prepare, in `on_train_start`, the inputs of the loader, the optimizer and the schedule.
     """
     context._deferred = build, context.optimizers, context.schedulers
+    # Empty slots: the next read calls `__getattr__`, which builds.
     del context.optimizers, context.schedulers
 
 
@@ -243,6 +248,7 @@ def stop_deferring(context: TrainingContext) -> Callable[[], None] | None:
 
 def clear_gradients(optimizer: Optimizer) -> None:
     """Drop the gradients of an optimizer's parameters, as `optimizer.zero_grad()` does, at a third of its cost."""
+    # A class with its own `zero_grad` may clear more than gradients.
     if type(optimizer).zero_grad is not Optimizer.zero_grad:
         optimizer.zero_grad()
         return

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from itertools import islice
+from typing import Any, cast
 
-from dovetail.data import Share, is_shared_already, num_batches, shared
+from dovetail.data import DataLoader, Share, StreamLoader, is_shared_already, num_batches, shared
+from dovetail.data.sharing import is_torchdata_loader
+from dovetail.data.streams.recognition import divides_itself
+from dovetail.data.streams.stateful import StatefulLoaderStream
 from dovetail.errors import DataError
 from dovetail.trainers.context import Stage, TrainingContext
-from dovetail.trainers.fitting import restore
+from dovetail.trainers.fitting import restore, restoring
 from dovetail.trainers.reading import Reader, keeps_place
 
 
@@ -20,22 +24,40 @@ class TrainerData:
 
     Args:
         context: The context of the trainer.
+        limits: The limits of the passes.
 
     Attributes:
+        limits: By stage, the batches of a pass: a whole number of steps, or a part of them.
         loaders: By stage, the data that was given and the loader that was built from it.
+        features: The columns of the training data frame that are inputs, in the order of the model; None without one.
     """
 
-    def __init__(self, context: TrainingContext) -> None:
+    def __init__(self, context: TrainingContext, limits: Mapping[str, float]) -> None:
         self._context = context
+        self.limits = limits
         self.loaders: dict[str, tuple[Any, Any]] = {}
-        # By rank, a loader, the part of it that the process reads, and the number of processes.
-        self._parts: dict[int, tuple[Any, Any, int]] = {}
-        # Checkpoints contain the states of the first two.
-        self._readers = {stage: Reader(resumable=stage == "train") for stage in ("train", "valid", "test", "predict")}
+        self.features: list[Any] | None = None
+        # By rank, a loader, the part of it that the process reads, and the division that the part belongs to.
+        self._parts: dict[int, tuple[Any, Any, Any]] = {}
+        # Whether the running epoch has the order of this library's seed, also if its loader draws another one. Another
+        # number of processes continues with the same order.
+        self._is_seeded = False
+        # Checkpoints contain the states of training and validation.
+        self._readers: dict[str, Reader] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy in another process builds its own loaders.
         return {**vars(self), "loaders": {}, "_parts": {}}
+
+    def key(self, stage: Stage) -> str:
+        """Return the key of the loader of a stage, which differs for each of several data sets."""
+        name = self._context.run.data_set
+        return f"{stage} {name}" if name and stage != "train" else stage
+
+    def _reader(self, key: str) -> Reader:
+        if key not in self._readers:
+            self._readers[key] = Reader(resumable=key == "train")
+        return self._readers[key]
 
     def forget_loaders(self) -> None:
         """Drop all loaders, so that they are built again when they are needed."""
@@ -43,47 +65,84 @@ class TrainerData:
         self._parts.clear()
 
     def num_batches(self, stage: Stage, loader: Any) -> int | None:
-        """Return the steps of all processes in a pass over a loader; None if the data has no length."""
+        """Return the steps of all processes in a pass over a loader, up to its limit; None if they are unknown."""
+        total = self._num_steps(stage, loader)
+        limit = self._limit(stage, total)
+        # Data without a length may end before the limit.
+        return total if limit is None or total is None else min(total, limit)
+
+    def _num_steps(self, stage: Stage, loader: Any) -> int | None:
+        """Return the steps of a whole pass over a loader; None if the data has no length."""
         share = self._context.process.share
         total = num_batches(loader)
         if total is None or is_shared_already(loader):
             return total
+        # Only a training pass is resumed in its middle; others are divided from their start.
         return share.num_steps(total) if stage == "train" else Share(share.num_replicas).num_steps(total)
 
+    def _limit(self, stage: Stage, num_steps: int | None) -> int | None:
+        """Return the largest number of steps of a pass; None if it is not limited."""
+        limit = self.limits.get(stage)
+        if limit is None or isinstance(limit, int):
+            return limit
+        if num_steps is None:
+            raise DataError(
+                f"a limit of {limit} of the {stage} batches needs data with a length; give a whole number of batches"
+            )
+        return max(1, int(limit * num_steps))
+
     def batches(self, stage: Stage, loader: Any, *, reads_ahead: bool) -> Iterable[Any]:
-        """Return this process's batches of a loader; in training, the rest of the running epoch.
+        """Return this process's batches of a loader, up to the limit; in training, the rest of the running epoch.
 
         Args:
             stage: The stage.
             loader: Its loader.
             reads_ahead: True if the loop reads one batch ahead, to detect the last one.
         """
-        context, progress, reader = self._context, self._context.progress, self._readers[stage]
+        context, progress, reader = self._context, self._context.progress, self._reader(self.key(stage))
+        share = context.process.share
         if stage != "train":
-            loader = reader.own(self._shared(loader, context.process.share.rank))
-            return reader.batches(loader, epoch=progress.epoch, start=0, is_running=False)
+            limit = self._limit(stage, self._num_steps(stage, loader))
+            if isinstance(loader, StreamLoader) or self._divides(loader, reader):
+                loader = self._streamed(loader)
+                return _first(limit, loader, reader.batches(loader, epoch=0, start=0, is_running=False))
+            loader = reader.own(self._shared(loader, share.rank, is_seeded=share.num_replicas > 1))
+            return _first(limit, loader, reader.batches(loader, epoch=progress.epoch, start=0, is_running=False))
+        # A new epoch is shared from its first batch; only a resumed one has a position from which it was divided.
         if progress.batch == 0:
-            context.process.share = replace(context.process.share, begun=0, used=0)
-        rank, start = context.process.share.turn(progress.batch)
-        loader = reader.own(self._shared(loader, rank))
+            share = context.process.share = replace(share, start_step=0, used=0)
+            self._is_seeded = share.num_replicas > 1
+        limit = self._limit(stage, self._num_steps(stage, loader))
+        rank, start = share.turn(progress.batch)
+        if isinstance(loader, StreamLoader) or self._divides(loader, reader):
+            loader, start = self._streamed(loader), share.position(progress.batch)
+        else:
+            loader = reader.own(self._shared(loader, rank, self._is_seeded))
+        # Without checkpoints the run cannot be resumed.
         reason = None if context.run.saver is None else reader.inexact(loader)
         if reason is not None:
-            warnings.warn(f"if this run is resumed, it may differ from an uninterrupted one: {reason}", stacklevel=3)
-        return reader.batches(
+            # The note of a stream is about the work of resuming.
+            differs = "if this run is resumed, it may differ from an uninterrupted one: "
+            warnings.warn(reason if isinstance(loader, StreamLoader) else differs + reason, stacklevel=3)
+        batches = reader.batches(
             loader, epoch=progress.epoch, start=start, is_running=progress.batch > 0, reads_ahead=reads_ahead
         )
+        return _first(None if limit is None else limit - progress.batch, loader, batches)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the seed of the order, and the position in the data of training and validation."""
         context = self._context
-        train, valid = self._readers["train"], self._readers["valid"]
-        train_loader, valid_loader = (self.loaders.get(stage, (None, None))[1] for stage in ("train", "valid"))
-        valid_loader = valid.own(valid_loader)
+        train = self._reader("train")
+        train_loader = self.loaders.get("train", (None, None))[1]
+        # By the name of the data set, which is empty if there is only one.
+        valid = {key.removeprefix("valid").lstrip(): self._valid_state(key) for key in {"valid", *self._valid_keys()}}
         return {
             "order_seed": context.state["order_seed"],
+            "is_seeded": self._is_seeded,
             "epoch_start": train.state_dict(train.own(train_loader), is_running=context.progress.batch > 0),
-            # None if the next validation is determined by the seed of the order.
-            "valid_data": valid.state_dict(valid_loader, is_running=False) if valid.has_state(valid_loader) else None,
+            # None if the seed of the order determines the next validation.
+            "valid_data": valid.pop(""),
+            **({"valid_sets": valid} if valid else {}),
             # Batches of the running epoch that are used: with several processes, more than one per step.
             "used": context.process.share.position(context.progress.batch),
         }
@@ -92,30 +151,101 @@ class TrainerData:
         """Restore the state returned by `state_dict`; progress must be restored before."""
         context = self._context
         context.state["order_seed"] = restore(state, "order_seed", int, 0)
-        restore(state, "epoch_start", self._readers["train"].load_state_dict, {})
+        restore(state, "epoch_start", self._reader("train").load_state_dict, {})
+        # Checkpoints of earlier versions lack this key; their groups of processes used the seed.
+        num_processes = (state["epoch_start"].get("share") or [1])[0]
+        self._is_seeded = restore({"is_seeded": num_processes > 1, **state}, "is_seeded", bool, False)
         if state.get("valid_data") is not None:
-            restore(state, "valid_data", self._readers["valid"].load_state_dict, {})
-        begun = context.progress.batch
-        used = restore({"used": begun, **state}, "used", operator.index, 0)
-        context.process.share = replace(context.process.share, begun=begun, used=used)
+            restore(state, "valid_data", self._reader("valid").load_state_dict, {})
+        for name, saved in restore({"valid_sets": {}, **state}, "valid_sets", dict, {}).items():
+            if saved is not None:
+                with restoring(f"valid_sets.{name}"):
+                    self._reader(f"valid {name}").load_state_dict(saved)
+        start_step = context.progress.batch
+        used = restore({"used": start_step, **state}, "used", operator.index, 0)
+        context.process.share = replace(context.process.share, start_step=start_step, used=used)
 
     def reset(self) -> None:
         """Forget the running pass, because a new run starts. Only these two stages can be continued."""
-        self._readers["train"].reset()
-        self._readers["valid"].reset()
+        for key in ("train", "valid", *self._valid_keys()):
+            self._reader(key).reset()
 
-    def _shared(self, loader: Any, rank: int) -> Any:
+    def _valid_keys(self) -> list[str]:
+        """Return the keys of the validation sets that have a name."""
+        return [key for key in self._readers if key.startswith("valid ")]
+
+    def _valid_state(self, key: str) -> dict[str, Any] | None:
+        """Return the state of a validation loader; None if the seed of the order determines the next pass."""
+        reader = self._reader(key)
+        loader = reader.own(self.loaders.get(key, (None, None))[1])
+        return reader.state_dict(loader, is_running=False) if reader.has_state(loader) else None
+
+    def _divides(self, loader: Any, reader: Reader) -> bool:
+        """Return whether a loader with its own position is read as a stream: if several processes divide the epoch."""
+        if not keeps_place(loader) or is_shared_already(loader) or is_torchdata_loader(loader):
+            return False
+        return self._context.process.share.num_replicas > 1 or reader.reads_stream
+
+    def _streamed(self, loader: Any) -> StreamLoader:
+        """Return the part of a stream that this process reads."""
+        share, seed = self._context.process.share, self._context.state["order_seed"]
+        known, part, of = self._parts.get(_STREAM, (None, None, None))
+        if known is not loader or of != (share.num_replicas, share.rank, seed):
+            whole = loader
+            if not isinstance(loader, StreamLoader):
+                whole = StreamLoader(StatefulLoaderStream(loader), None, collate_fn=_unchanged)
+                if share.num_replicas > 1 and share.rank == 0:
+                    warnings.warn(StatefulLoaderStream.note, stacklevel=5)
+            part = whole.share(share.rank, share.num_replicas, seed)
+            self._parts[_STREAM] = (loader, part, (share.num_replicas, share.rank, seed))
+        return cast(StreamLoader, part)
+
+    def _shared(self, loader: Any, rank: int, is_seeded: bool) -> Any:
         """Return the part of a loader that the process with a given rank reads."""
         share = self._context.process.share
-        if share.num_replicas == 1 or is_shared_already(loader):
+        if (share.num_replicas == 1 and not is_seeded) or is_shared_already(loader):
             return loader
-        if keeps_place(loader):
+        if share.num_replicas > 1 and divides_itself(loader):
             raise DataError(
-                "a loader with its own position (state_dict) cannot be shared by several processes: give the dataset, "
-                "or a loader whose sampler is a DistributedSampler"
+                f"{type(getattr(loader, 'dataset', loader)).__name__} divides its samples among processes, and the "
+                "trainer would divide each part again: give a dataset that docs/streams.md lists, or train in one "
+                "process"
             )
-        known, part, of = self._parts.get(rank, (None, None, 0))
-        if known is not loader or of != share.num_replicas:
-            part = shared(loader, share.num_replicas, rank, self._context.state["order_seed"])
-            self._parts[rank] = (loader, part, share.num_replicas)
+        known, part, of = self._parts.get(rank, (None, None, None))
+        if known is not loader or of != (share.num_replicas, is_seeded):
+            seed = self._context.state["order_seed"] if is_seeded else None
+            part = shared(loader, share.num_replicas, rank, seed)
+            self._parts[rank] = (loader, part, (share.num_replicas, is_seeded))
         return part
+
+
+# The key of a part of a stream, among parts by rank.
+_STREAM = -1
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
+def _first(number: int | None, loader: Any, batches: Iterable[Any]) -> Iterable[Any]:
+    """Return the first batches of a pass over a loader; None means all of them.
+
+    Raises:
+        DataError: The loader stores its own position, which would be in the middle of its data after the pass.
+    """
+    if number is None:
+        return batches
+    if keeps_place(loader):
+        raise DataError(
+            "a loader with its own position (state_dict) cannot be limited to some of its batches: give the dataset, "
+            "or a torch DataLoader"
+        )
+    return _take(number, loader, batches)
+
+
+def _take(number: int, loader: Any, batches: Iterable[Any]) -> Iterator[Any]:
+    yield from islice(batches, max(number, 0))
+    if isinstance(loader, DataLoader):
+        # The pass ends here. Otherwise a checkpoint would hold its position, and workers would have read ahead.
+        loader._restart_workers()
+        loader.set_epoch(loader.epoch + 1)

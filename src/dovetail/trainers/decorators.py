@@ -13,7 +13,7 @@ from typing import Any, cast
 from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.overrides import reject_lost_overrides
 from dovetail.trainers import base, other_libraries
-from dovetail.trainers.attributes import why_no_attribute
+from dovetail.trainers.attributes import option_attribute_message
 from dovetail.trainers.capabilities import (
     AutoBatch,
     Compiled,
@@ -90,7 +90,7 @@ class TrainerDecorator(Trainer):
         return cast(Trainer, self.trainer.core)
 
     def _customized_by(self, name: str) -> tuple[type[Any], ...]:
-        """Return the classes of all layers that define a verb or seam, the outermost first."""
+        """Return the classes of all layers that override a verb or another method, the outermost first."""
         return (*base.customizers(type(self), name), *self.trainer._customized_by(name))
 
     def __repr__(self) -> str:
@@ -101,6 +101,8 @@ class TrainerDecorator(Trainer):
         return self.core
 
     def __getattr__(self, name: str) -> Any:
+        # In a constructor, and while a pickled layer is loaded, there is no trainer yet: reading `self.trainer` below
+        # would call this method without end. Names such as `__deepcopy__` concern this object, not the inner trainer.
         if "trainer" not in self.__dict__ or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         found = getattr(self.trainer, name)
@@ -111,10 +113,12 @@ class TrainerDecorator(Trainer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         own = self.__dict__
+        # The layer's own attributes. Before `super().__init__` there is no inner trainer to receive the others.
         if name in own or name in _declared(type(self)) or ("trainer" not in own and name not in OPTION_NAMES):
             object.__setattr__(self, name, value)
+        # An option as an attribute has no effect: the error names `trainer.options`.
         elif name in OPTION_NAMES and not ("trainer" in own and hasattr(type(self.core), name)):
-            raise AttributeError(why_no_attribute(self, name))
+            raise AttributeError(option_attribute_message(self, name))
         elif any(_has(layer, name) for layer in layers(self.trainer)):
             setattr(self.trainer, name, value)
         else:
@@ -127,6 +131,7 @@ class TrainerDecorator(Trainer):
     def __dir__(self) -> Iterable[str]:
         return sorted({*super().__dir__(), *dir(self.trainer)})
 
+    # The inherited two methods prepare strategies and options, which only the innermost trainer has.
     def __getstate__(self) -> dict[str, Any]:
         return dict(self.__dict__)
 
@@ -161,6 +166,7 @@ class _View:
         """Skip `__init_subclass__` of the inner class, which expects the classes that users write."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # The class of a view has no name in a module, so it is built again.
         return _view, (self._view_inner, self._view_layer)
 
 
@@ -179,6 +185,7 @@ for _name in vars(base.Trainer):
 
 @cache
 def _view_class(kind: type[base.Trainer]) -> type[Any]:
+    # The name of the inner class, for messages. Slots, because the `__dict__` of a view is the inner trainer's.
     names = {"__module__": kind.__module__, "__slots__": ("_view_inner", "_view_layer")}
     return ABCMeta(kind.__name__, (_View, kind), names)
 
@@ -187,6 +194,7 @@ def _view(trainer: base.Trainer | _View, layer: base.Trainer) -> Any:
     """Return a view of an inner trainer for an outer layer; a view for another layer is replaced."""
     inner = trainer._view_inner if isinstance(trainer, _View) else trainer
     view = object.__new__(_view_class(type(inner)))
+    # Bypass `__setattr__`, which would assign to the inner trainer.
     for name, value in {"__dict__": inner.__dict__, "_view_inner": inner, "_view_layer": layer}.items():
         object.__setattr__(view, name, value)
     return view
@@ -197,6 +205,7 @@ def _caller(trainer: Any) -> Any:
     return trainer._view_layer if isinstance(trainer, _View) else trainer
 
 
+# PyMarlin's name of the class.
 AbstractTrainerDecorator = TrainerDecorator
 
 
@@ -204,6 +213,7 @@ AbstractTrainerDecorator = TrainerDecorator
 def _declared(kind: type[TrainerDecorator]) -> frozenset[str]:
     """Return the names that the classes of a layer declare: annotations, values and properties, no methods."""
     own = [cls for cls in kind.__mro__ if cls not in TrainerDecorator.__mro__ and cls is not _View]
+    # Methods are no attributes to assign: an assignment to their names goes to the inner trainer.
     values = [name for cls in own for name, value in vars(cls).items() if not isinstance(value, FunctionType)]
     return frozenset(values).union(*map(inspect.get_annotations, own))
 
@@ -398,10 +408,12 @@ def build_trainer(name: str, *args: Any, **kwargs: Any) -> Trainer:
     layers = _BUILDS[name]
     if PrivateTrainer in layers:
         kwargs = _from_pymarlin(kwargs)
+    # The trainer and `CompiledTrainer` both have a keyword `mode`; here it is the trainer's.
     trainer_mode = {"mode": kwargs.pop("mode")} if "mode" in kwargs else {}
     if CompiledTrainer in layers:
         # One graph cannot span several processes or scale a loss.
         kwargs["mode"] = kwargs.pop("compile_mode", "step" if layers == (CompiledTrainer,) else "model")
+    # Each layer takes its own keywords. `SingleProcess` receives the rest, and rejects names that no part has.
     given = [{key: kwargs.pop(key) for key in sorted(_keywords(layer) & kwargs.keys())} for layer in layers]
     kwargs |= trainer_mode
     trainer: Trainer = SingleProcess(*args, **kwargs)
@@ -411,6 +423,7 @@ def build_trainer(name: str, *args: Any, **kwargs: Any) -> Trainer:
 
 
 def _from_pymarlin(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return keywords in which PyMarlin's names and values are replaced by ours."""
     if kwargs.get("sample_rate") == 0:
         kwargs = {**kwargs, "sample_rate": None}
     if "per_sample_max_grad_norm" in kwargs:
@@ -423,6 +436,7 @@ def _from_pymarlin(kwargs: dict[str, Any]) -> dict[str, Any]:
 _Layers = tuple[type[TrainerDecorator], ...]
 _PLACES: dict[str, _Layers] = {"sp": (), "ddp": (DDPTrainer,), "fsdp": (FSDPTrainer,)}
 _WAYS: dict[str, _Layers] = {"": (), "-amp": (AMPTrainer,)}
+# The layers of each name, the innermost first.
 _BUILDS: dict[str, _Layers] = {
     **{f"{place}{way}": (*_PLACES[place], *_WAYS[way]) for place in _PLACES for way in _WAYS},
     "sp-dp": (PrivateTrainer,),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
+from itertools import chain
 from typing import Any
 
 import torch
+from torch import nn
 
 from dovetail.errors import ConfigError
 
@@ -16,6 +19,9 @@ def as_device(device: Any, device_id: int | None = None) -> torch.device:
         device: A name, a number or a device; of a list, the first is used; `"auto"` means cuda, mps or cpu.
         device_id: Used if `device` is None: -1 means the CPU, else a CUDA device; None means `"auto"`.
 
+    Raises:
+        ConfigError: The device is unknown, or both are given and differ.
+
     Example:
         >>> as_device(["cpu", "cuda:1"])
         device(type='cpu')
@@ -24,16 +30,19 @@ def as_device(device: Any, device_id: int | None = None) -> torch.device:
         if not device:
             raise ConfigError("device: expected at least one device, got an empty list")
         device = device[0]
+    # -1 for the CPU is the convention of lernomatic, whose users give `device_id`.
     if device is None and device_id is not None:
         return torch.device("cpu") if device_id < 0 else torch.device("cuda", device_id)
     if device is None or device == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+        is_mps = torch.backends.mps.is_available()
+        device = "cuda" if torch.cuda.is_available() else "mps" if is_mps else "cpu"
     try:
-        return torch.device(device)
+        named = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ConfigError(f"device: expected a name such as 'cpu', 'cuda:0' or 'auto', got {device!r}") from error
+    if device_id is not None and as_device(None, device_id) != named:
+        raise ConfigError(f"device_id: device={device!r} names another device; give one or the other")
+    return named
 
 
 def check_device(device: torch.device) -> None:
@@ -41,3 +50,28 @@ def check_device(device: torch.device) -> None:
     lacks_cuda = device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()
     if lacks_cuda or (device.type == "mps" and not torch.backends.mps.is_available()):
         raise ConfigError(f"device: {str(device)!r} is not available here; use 'cpu' or 'auto'")
+
+
+def place_model(
+    model: nn.Module, device: torch.device, memory_format: str | None, placed: weakref.ref[nn.Module] | None
+) -> weakref.ref[nn.Module]:
+    """Move a model to a device in the memory format of the options, and return a reference to it.
+
+    Args:
+        model: The model.
+        device: The device.
+        memory_format: `channels_last`, or None for no change.
+        placed: The result of the last call, or None.
+    """
+    is_known = placed is not None and placed() is model and memory_format is None
+    # In a run of a few steps, moving a model that is already in place takes as long as a batch.
+    if placed is not None and is_known:
+        tensors = chain(model.parameters(), model.buffers())
+        if not torch.accelerator.is_available() or all(it.device == device for it in tensors):
+            return placed
+    check_device(device)
+    model.to(device)
+    if memory_format is not None:
+        # Parameters remain the same objects, so the optimizers stay valid.
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch has no types for it alone
+    return weakref.ref(model)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from dovetail.data import split_batch
+from dovetail.data.batches import map_tensors
+from dovetail.data.named_sets import named_sets
 from dovetail.data.sources import is_one_shot
-from dovetail.errors import ConfigError, DataError
+from dovetail.errors import ConfigError, DataError, add_note
 from dovetail.trainers.context import Plan, TrainingContext
 from dovetail.trainers.metrics import Metric, are_classes
+from dovetail.trainers.named_metrics import Perplexity
 from dovetail.units import Epochs, Progress, counted
 
 # The loss that a configuration names, for a strategy without its own.
@@ -23,15 +28,17 @@ _OUTPUTS = {"output", "target"}
 
 def check_repeatable(context: TrainingContext, plan: Plan) -> None:
     """Raise if a run of several epochs would read data twice that can be read only once."""
+    # A length in other units may end within the first epoch.
     if not isinstance(plan.max_length, Epochs) or plan.max_length.length - context.progress.epoch <= 1:
         return
     for stage in ("train", "valid"):
         source = context.run.data.get(stage)
-        if is_one_shot(source) and (stage == "train" or plan.validate is not None):
-            raise DataError(
-                f"the {stage} data is a {type(source).__name__}, which can be read only once, but training runs to "
-                f"{plan.max_length}; give a list, a loader or a dataset, or train one epoch"
-            )
+        for each in (named_sets(source) or {"": source}).values():
+            if is_one_shot(each) and (stage == "train" or plan.validate is not None):
+                raise DataError(
+                    f"the {stage} data is a {type(each).__name__}, which can be read only once, but training runs to "
+                    f"{plan.max_length}; give a list, a loader or a dataset, or train one epoch"
+                )
 
 
 def check_pass(progress: Progress, total: int | None, *, is_complete: bool) -> None:
@@ -54,11 +61,32 @@ def check_pass(progress: Progress, total: int | None, *, is_complete: bool) -> N
         )
 
 
-def check_output(output: Any, *, optimized: bool) -> None:
-    """Raise if the first output of an epoch has a form with which the loop cannot train."""
+def as_output(output: Any) -> Mapping[str, Any]:
+    """Return the output of a step by name; a step may return the loss alone.
+
+    Example:
+        >>> as_output(torch.tensor(2.0))
+        {'loss': tensor(2.)}
+    """
+    return {"loss": output} if isinstance(output, Tensor) else output
+
+
+def naming_loss(step: Callable[[Any], Any]) -> Callable[[Any], Mapping[str, Any]]:
+    """Return a step whose outputs have names, also if the given step returns the loss alone."""
+    return lambda batch: as_output(step(batch))
+
+
+def check_output(output: Any, *, optimized: bool, optimizers: Iterable[Optimizer] = ()) -> None:
+    """Raise if the first output of an epoch has a form with which the loop cannot train.
+
+    Args:
+        output: The output of `train_step`.
+        optimized: True if the step called `context.backward`.
+        optimizers: The optimizers, whose gradients show that the step called `loss.backward()`.
+    """
     if not isinstance(output, Mapping) or not (optimized or isinstance(output.get("loss"), Tensor)):
         shown = sorted(output) if isinstance(output, Mapping) else type(output).__name__
-        raise ConfigError(f"train_step: expected a dict with a tensor under 'loss', got {shown}")
+        raise ConfigError(f"train_step: expected the loss, or a dict with a tensor under 'loss', got {shown}")
     if optimized:
         return
     loss = output["loss"]
@@ -67,10 +95,26 @@ def check_output(output: Any, *, optimized: bool) -> None:
             f"train_step: the loss must be one number, got a tensor of shape {tuple(loss.shape)}; take its mean()"
         )
     if not loss.requires_grad:
+        parameters = (it for optimizer in optimizers for group in optimizer.param_groups for it in group["params"])
+        if any(parameter.grad is not None for parameter in parameters):
+            raise ConfigError(_OWN_BACKWARD)
         raise ConfigError(
             "train_step: the loss does not depend on any parameter that requires a gradient: look for .detach(), "
             ".item() or torch.no_grad()"
         )
+
+
+def explain_backward(error: RuntimeError) -> Exception:
+    """Return the error to raise for a failed backward: a loss that was differentiated before gets a clear message."""
+    if "backward through the graph a second time" not in str(error):
+        return error
+    return ConfigError(f"{_OWN_BACKWARD}; a tensor that is kept from an earlier batch needs .detach()")
+
+
+_OWN_BACKWARD = (
+    "train_step: its loss was differentiated already: return the loss, and leave backward and step to the loop, or "
+    "write self.context.backward(loss) and self.context.step() in place of loss.backward() and optimizer.step()"
+)
 
 
 def check_default_loss(context: TrainingContext, batch: Any, loss: Tensor, predict: Callable[[Any], Any]) -> None:
@@ -91,6 +135,8 @@ def check_default_loss(context: TrainingContext, batch: Any, loss: Tensor, predi
 
 
 def _check_fits_cross_entropy(outputs: Any, targets: Any) -> None:
+    """Raise if the form of outputs or targets shows that cross entropy, the default loss, cannot learn from them."""
+    # Softmax over one output is always 1, so the loss is 0 and there is no gradient.
     if isinstance(outputs, Tensor) and outputs.ndim > 1 and outputs.shape[1] == 1:
         raise ConfigError(
             f"criterion: the default, cross entropy, learns nothing from one output per sample, got outputs of shape "
@@ -116,6 +162,8 @@ def check_metrics(context: TrainingContext, metrics: dict[str, Metric], output: 
         return
     # The loss of a user's `test_step` is unknown: only outputs and targets show whether it is a classification.
     fits = output.keys() >= _OUTPUTS and (uses_criterion or are_classes(outputs, targets))
+    # The scores of tokens have the classes in their last dimension, where the accuracy does not look for them.
+    fits = fits and not ("num_items" in output and isinstance(outputs, Tensor) and outputs.ndim > 2)
     for name in list(metrics):
         # A number that `test_step` returns under the same name takes precedence.
         if not fits or name in output:
@@ -124,6 +172,8 @@ def check_metrics(context: TrainingContext, metrics: dict[str, Metric], output: 
 
 def update_metric(metric: Any, output: Mapping[str, Any]) -> None:
     """Update a metric with the output of `test_step`; raise if outputs or targets are missing."""
+    if isinstance(metric, Perplexity):
+        return
     try:
         outputs, targets = output["output"], output["target"]
     except KeyError as error:
@@ -137,6 +187,53 @@ def no_targets(context: TrainingContext, advice: str) -> str:
     """Return the message about a batch without targets, with advice for the given data."""
     train, valid = (context.run.data.get(stage) for stage in ("train", "valid"))
     arrays = (Tensor, np.ndarray)
+    # Two arrays of the same length were probably meant as inputs and targets, `fit(x, y)`.
     if isinstance(train, arrays) and isinstance(valid, arrays) and train.shape[:1] == valid.shape[:1]:
         advice = "give inputs and targets as a pair, fit((x, y))"
     return f"the batch has no targets: {advice}"
+
+
+def explain_failure(error: Exception, context: TrainingContext, inputs: Any, targets: Any) -> None:
+    """Add notes to an error of a step: targets that are missing, and types of data that do not fit the model."""
+    if targets is None and isinstance(error, TypeError):
+        add_note(error, no_targets(context, "give a loss or a step strategy that needs none"))
+    words = str(error)
+    if isinstance(error, RuntimeError) and not any(word in words for word in ("dtype", "scalar type", "Long")):
+        return
+    if isinstance(error, TypeError) and not (isinstance(inputs, tuple) and "positional argument" in words):
+        return
+    if isinstance(error, TypeError):
+        add_note(
+            error,
+            f"a batch of {len(inputs) + 1} items is {len(inputs)} inputs and the targets; if the last item is a weight "
+            "for each sample, give sample_weight=True",
+        )
+        return
+    kinds = {it.dtype for it in _tensors(inputs)}
+    weights = {it.dtype for it in context.model.parameters()} if context.model is not None else set()
+    labels = {it.dtype for it in _tensors(targets)}
+    add_note(
+        error,
+        f"the inputs have the type {_listed(kinds)}, the model {_listed(weights)}, and the targets {_listed(labels)}: "
+        "inputs and model need the same type (x.float()), and class numbers are int64 (y.long())",
+    )
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def collect(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(collect, values)
+    return found
+
+
+def _listed(types: set[torch.dtype]) -> str:
+    return " and ".join(sorted(str(it).removeprefix("torch.") for it in types)) or "none"
+
+
+def warn_of_no_data(stage: str) -> None:
+    """Warn that a pass had no data, which explains a NaN in its metrics."""
+    warnings.warn(f"the {stage} data is empty: its metrics are NaN", UserWarning, stacklevel=2)

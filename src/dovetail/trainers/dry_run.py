@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dovetail.callbacks import Callback, Callbacks
-from dovetail.data import split_batch
+from dovetail.data.named_sets import named_sets
 from dovetail.errors import ConfigError, DataError
 from dovetail.history import History
 from dovetail.trainers.base import Trainer
@@ -24,6 +24,7 @@ from dovetail.trainers.explain import count_parameters
 from dovetail.trainers.options import TrainerOptions
 from dovetail.trainers.preserve_state import own_callbacks, preserve_state
 from dovetail.trainers.rehearsal import EpochForecast, forecast_epoch
+from dovetail.trainers.run_scope import reading_set
 from dovetail.trainers.saving import Saver
 from dovetail.units import Batches
 
@@ -73,10 +74,12 @@ def dry_run(
             )
     watch = _Watch()
     with preserve_state(trainer, train=train_data, valid=val_data), tempfile.TemporaryDirectory() as folder:
+        # Before the data and the saver are replaced below, which would change the forecast.
         forecast = forecast_epoch(trainer, **requested)
         has_validation = _shorten_validation(trainer)
         context.callbacks = Callbacks([*own_callbacks(context), watch])
         context.run.saver = Saver(Path(folder))
+        # One whole window, because only its last batch makes an update.
         num_batches = min(context.run.window.size, forecast.num_batches or context.run.window.size)
         moment = Batches(context.progress.batches + num_batches)
         with warnings.catch_warnings():
@@ -110,7 +113,8 @@ class _Watch(Callback):
         self._without_gradient = {name: it for name, it in context.model.named_parameters() if it.requires_grad}
 
     def on_step_start(self, context: TrainingContext, batch: Any) -> None:
-        self._lacks_targets |= split_batch(batch)[1] is None
+        core: Any = None if context.run.trainer is None else context.run.trainer.core
+        self._lacks_targets |= core._split(batch)[1] is None
         self._since = time.perf_counter()
 
     def on_gradients(self, context: TrainingContext, optimizer: Optimizer) -> None:
@@ -121,6 +125,7 @@ class _Watch(Callback):
         # Reading the loss waits for the device.
         float(output["loss"].detach())
         self.step_seconds.append(self._lap())
+        # A step that calls `optimizer.step()` itself causes no `on_gradients`.
         self._look_for_gradients()
         self._is_left_in_eval |= not context.model.training
         self._since = time.perf_counter()
@@ -171,7 +176,15 @@ def _shorten_validation(trainer: Trainer) -> bool:
     context = trainer.context
     if context.run.data.get("valid") is None:
         return False
-    first = list(islice(trainer.batches("valid"), 1))
+    # A list of one batch is read as it is, by the real validation.
+    sets = named_sets(context.run.data["valid"])
+    if sets is None:
+        first: Any = list(islice(trainer.batches("valid"), 1))
+    else:
+        first = {}
+        for name, data in sets.items():
+            with reading_set(context, "valid", name, data):
+                first[name] = list(islice(trainer.batches("valid"), 1))
     context.run.data["valid"] = first or None
     return bool(first)
 
@@ -182,6 +195,7 @@ def _is_verbose(trainer: Trainer) -> bool:
 
 
 def _report(model: nn.Module, history: History, watch: _Watch, forecast: EpochForecast, problems: list[str]) -> str:
+    """Return the text that a dry run prints."""
     total, trainable = count_parameters(model)
     step, validation = _mean(watch.step_seconds), _mean(watch.val_seconds)
     rows = {

@@ -13,7 +13,7 @@ from dovetail.trainers.preserve_state import layers, strategies_of
 from dovetail.trainers.rehearsal import EpochForecast, forecast_epoch, is_ours, owners_of
 from dovetail.trainers.strategies.bundle import ROLES, Strategies
 from dovetail.trainers.strategies.nesting import shown
-from dovetail.units import Epochs
+from dovetail.units import Epochs, TrainUnit, unit_name
 
 if TYPE_CHECKING:
     from dovetail.trainers.capabilities.timed import Spent
@@ -51,10 +51,10 @@ def explain(trainer: Trainer) -> Explanation:
         │   ├── Trainer
         │   └── SingleProcessTrainer
         ├── model: Linear on cpu, 10 parameters, 10 of them trainable
-        ├── verbs: all of them SingleProcessTrainer's own
+        ├── verbs: none is overridden
         ├── callbacks, in order
         │   └── NonFiniteLoss
-        └── epoch 1 of 10
+        └── next epoch: 1 of 10
             ├── 12 batches of 8 samples
             ├── 12 updates
             ├── learning rate 0.0001
@@ -67,7 +67,7 @@ def explain(trainer: Trainer) -> Explanation:
         (_shown_model(context), ()),
     ]
     answers = _answers(trainer)
-    nodes.append(("verbs and seams" if answers else "verbs: all of them SingleProcessTrainer's own", answers))
+    nodes.append(("overridden verbs and methods" if answers else "verbs: none is overridden", answers))
     strategies = strategies_of(trainer)
     if isinstance(strategies, Strategies) and strategies.given:
         roles = [role for role in ROLES if role in strategies.given]
@@ -84,7 +84,8 @@ def explain(trainer: Trainer) -> Explanation:
 
 _Node = str | tuple[str, Sequence[Any]]
 
-_SEAMS = {
+# Methods besides the verbs that a subclass may override, and the role of the strategy that each calls.
+_METHOD_ROLES = {
     "get_loss_criterion": "loss",
     "get_optimizer": "optimizer",
     "get_lr_scheduler": "lr_scheduler",
@@ -129,6 +130,7 @@ def _classes(layer: Trainer) -> list[type[Any]]:
     ]
 
 
+# Modules of base classes that a user neither writes nor names.
 _UNNAMED = tuple(f"dovetail.trainers.{it}" for it in ("addons.best_weights", "addons.core", "capabilities.core"))
 
 
@@ -142,13 +144,15 @@ def _own_names(cls: type[Any]) -> set[str]:
 
 
 def _answers(trainer: Trainer) -> list[str]:
+    """Return a line for each method that a class, a function or a strategy overrides: `name → owner → …`."""
     core, strategies = trainer.core, strategies_of(trainer)
     verbs = [name for name in vars(Trainer) if name in Trainer.__abstractmethods__]
     lines = []
-    for name in [*verbs, *(seam for seam in _SEAMS if seam not in verbs)]:
+    for name in [*verbs, *(method for method in _METHOD_ROLES if method not in verbs)]:
         owners, passes_on = owners_of(trainer, name)
         answers = [cls.__name__ for cls in owners]
-        given, role = vars(core).get(f"_{name}"), _SEAMS.get(name)
+        given, role = vars(core).get(f"_{name}"), _METHOD_ROLES.get(name)
+        # If a class does not call `super()`, the function or strategy behind it is never reached, and is not shown.
         if passes_on and name in ("train_step", "test_step") and callable(given):
             answers.append(shown(given))
         elif passes_on and role is not None and isinstance(strategies, Strategies) and role in strategies.given:
@@ -190,14 +194,16 @@ def _shown_times(times: Mapping[str, Spent]) -> _Node:
 
 
 def _shown_epoch(trainer: Trainer, forecast: EpochForecast) -> _Node:
+    """Return the branch of the tree about the next epoch: batches, updates, rate, validations and checkpoints."""
     context = trainer.context
     progress, length = context.progress, forecast.plan.max_length
-    label = f"epoch {progress.epoch + 1}" + (
+    label = f"next epoch: {progress.epoch + 1}" + (
         f" of {length.length}" if isinstance(length, Epochs) else f", up to {length}"
     )
     if progress.batch:
         label += f", from batch {progress.batch + 1} on"
     if length.reached(progress):
+        # The forecast is then for one epoch more than planned.
         label = f"nothing to train: {length} is reached; one more epoch would be"
     if not forecast.has_data:
         return label, ["no training data yet: pass it to fit"]
@@ -241,7 +247,16 @@ def _shown_validation(forecast: EpochForecast) -> str:
     if forecast.plan.validate is None:
         return "no validation: there is no data for it"
     passes = _counted(forecast.validations, "validation", "validations")
-    return f"{passes} ({forecast.plan.validate}) of {_counted(forecast.num_val_batches, 'batch', 'batches')}"
+    return f"{passes} of {_counted(forecast.num_val_batches, 'batch', 'batches')}, {_every(forecast.plan.validate)}"
+
+
+def _every(period: TrainUnit) -> str:
+    """Return a period in words, such as `every epoch`; a schedule or a period that is never due as it was given."""
+    if not isinstance(period.value, int) or period.value == 0:
+        return f"at {period!r}"
+    name = unit_name(period)
+    one = "batch" if name == "batches" else name.removesuffix("s")
+    return f"every {one}" if period.value == 1 else f"every {period.value:,} {name}"
 
 
 def _shown_checkpoints(forecast: EpochForecast) -> list[str]:
@@ -249,7 +264,7 @@ def _shown_checkpoints(forecast: EpochForecast) -> list[str]:
     if forecast.plan.save is not None:
         number = None if forecast.checkpoints is None else len(forecast.checkpoints)
         where = f", the last one {forecast.checkpoints[-1]}" if forecast.checkpoints else ""
-        lines.append(f"{_counted(number, 'checkpoint', 'checkpoints')} ({forecast.plan.save}){where}")
+        lines.append(f"{_counted(number, 'checkpoint', 'checkpoints')}, {_every(forecast.plan.save)}{where}")
     if forecast.best_checkpoint is not None and forecast.plan.validate is not None:
         lines.append(f"the best validation in {forecast.best_checkpoint}")
     return lines or ["no checkpoint"]

@@ -35,6 +35,7 @@ def restoring(key: str) -> Iterator[None]:
     """
     try:
         yield
+    # A DovetailError already names its key. A Warning is raised if the user has turned warnings into errors.
     except (DovetailError, Warning):
         raise
     except Exception as error:
@@ -81,10 +82,12 @@ def check_kind(template: Any, saved: Any, key: str) -> None:
                 check_kind(value, saved[name], f"{key}.{name}")
     elif isinstance(template, (list, tuple)):
         _expect(isinstance(saved, (list, tuple)), "a list", saved, key)
+        # Only tuples have a fixed length: a list, such as a history, may have grown or shrunk.
         if isinstance(template, tuple) or len(template) == len(saved):
             _expect(len(template) == len(saved), f"{len(template)} values", saved, key)
             for number, (one, other) in enumerate(zip(template, saved, strict=True)):
                 check_kind(one, other, f"{key}.{number}")
+    # Before `Real`, because Python counts a bool as a number.
     elif isinstance(template, bool):
         _expect(saved is None or isinstance(saved, (bool, np.bool_)), "true or false", saved, key)
     elif isinstance(template, Real):
@@ -103,6 +106,7 @@ def restore_optimizer(optimizer: Optimizer, state: Mapping[str, Any], key: str) 
         CheckpointError: A setting or a tensor has an unexpected form.
     """
     with restoring(key):
+        # Copied, because `load_state_dict` replaces the groups.
         before = [dict(group) for group in optimizer.param_groups]
         for number, (group, saved) in enumerate(zip(before, state["param_groups"], strict=True)):
             settings = {name: value for name, value in group.items() if name != "params"}
@@ -110,6 +114,7 @@ def restore_optimizer(optimizer: Optimizer, state: Mapping[str, Any], key: str) 
         check_kind({}, state["state"], f"{key}.state")
         optimizer.load_state_dict(dict(state))
         for number, (group, now) in enumerate(zip(before, optimizer.param_groups, strict=True)):
+            # Torch takes the saved groups as they are: a missing setting would be a KeyError in the next step.
             if lost := sorted(str(name) for name in group.keys() - now.keys()):
                 raise CheckpointError(
                     f"{key}.param_groups.{number}: the state cannot be restored: it lacks {lost[0]!r}"
@@ -124,6 +129,7 @@ _NUMBERS = {"step", "eta", "mu", "mu_product"}
 
 
 def _check_elementwise(optimizer: Optimizer, key: str) -> None:
+    """Raise if the state of a parameter lacks an entry, or if a tensor in it does not have the parameter's shape."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states = {number: optimizer.state[it] for number, it in enumerate(parameters) if it in optimizer.state}
     names = {name for state in states.values() if isinstance(state, Mapping) for name in state}

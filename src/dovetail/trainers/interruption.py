@@ -15,6 +15,7 @@ def raise_if_signalled(context: TrainingContext) -> None:
     number, context.run.signal = context.run.signal, None
     if number is None:
         return
+    # One message for all processes.
     if not context.process.is_main:
         raise Interrupted(number)
     progress, saver = context.progress, context.run.saver

@@ -27,11 +27,11 @@ from dovetail.errors import ConfigError
 from dovetail.runtime.elastic import RunResult, run_workers
 from dovetail.runtime.relay import (
     TrainingProcessError,
-    circumstances,
+    apply_worker_settings,
     load_error,
-    rebuilt,
+    rebuild_error,
     saved_error,
-    set_circumstances,
+    worker_settings,
 )
 from dovetail.runtime.signals import Interrupted
 from dovetail.trainers import loop, run_scope
@@ -65,8 +65,9 @@ class ProcessLauncher:
         """
         message = _pack(trainer, entry, arguments)
         with TemporaryDirectory(prefix="dovetail-run-", ignore_cleanup_errors=True) as folder:
-            found = json.dumps(circumstances(self.num_processes)).encode()
+            found = json.dumps(worker_settings(self.num_processes)).encode()
             with _serve_messages((found, message), Path(folder, "socket")):
+                # The socket stays open as long as workers run, because restarted ones connect again.
                 outcome = run_workers(
                     ("-m", "dovetail.trainers.worker", folder), self.num_processes, folder, self.max_restarts
                 )
@@ -75,6 +76,7 @@ class ProcessLauncher:
             result = Path(folder, _RESULT)
             if result.exists():
                 returned = _apply_result(trainer, entry, arguments, store.load(result))
+            # After the state was copied: an interrupted run keeps its progress, as it does in one process.
             number = _signal_in(Path(folder)) or (outcome if isinstance(outcome, int) else None)
             if number is not None:
                 raise Interrupted(number)
@@ -89,18 +91,23 @@ def work(folder: Path) -> None:
     warnings.filterwarnings("ignore", r"Seems like `optimizer\.step\(\)` has been overridden", UserWarning)
     with saved_error(folder / f"failure-{attempt}-{rank}.json", rank=rank):
         with Client(str(folder / "socket"), "AF_UNIX") as caller:
-            set_circumstances(json.loads(caller.recv_bytes()))
+            # Before unpickling: classes of the user are importable only with the module path of the caller.
+            apply_worker_settings(json.loads(caller.recv_bytes()))
             trainer, entry, arguments, initial = cloudpickle.loads(caller.recv_bytes())
         set_initial_state(trainer, initial)
+        # The agent has restarted the group after a failure. Without checkpoints, training starts again from the
+        # initial state.
         if attempt and entry == "fit" and _keeps_checkpoints(trainer, arguments):
             arguments = {**arguments, "resume": "auto"}
         returned, number = None, None
         try:
             returned = getattr(loop, entry)(trainer, **arguments)
         except Interrupted as interruption:
+            # After a second signal nothing is saved, so there is no state to return.
             if interruption.at_once:
                 raise
             number = interruption.number
+        # In every process: if each holds a part of the model, the state is gathered by a collective call.
         result = trained_state(trainer) if entry == "fit" else {"returned": returned}
         if rank == 0:
             store.save(folder / _RESULT, result)
@@ -114,6 +121,7 @@ def work(folder: Path) -> None:
 def _pack(trainer: Trainer, entry: str, arguments: Mapping[str, Any]) -> bytes:
     initial = initial_state(trainer, continues=True)
     try:
+        # Unlike pickle, it also sends classes and functions of a script or a notebook, which workers do not import.
         return bytes(cloudpickle.dumps((trainer, entry, dict(arguments), initial)))
     except Exception as error:
         raise ConfigError(f"the trainer or its data cannot be sent to other processes: {error}") from error
@@ -139,13 +147,15 @@ def _planned(trainer: Trainer, arguments: Mapping[str, Any]) -> Plan:
 def _failure(folder: Path, outcome: RunResult) -> Exception:
     """Return the error of a worker: its own if there is one, else the signal that killed it, else a report about it."""
     errors = [load_error(path) for path in sorted(folder.glob("failure-*.json"))]
+    # A PeerError only reports that another process is gone; the error of that process is the cause.
     own = [each for each in errors if each["name"] != PeerError.__name__]
     killed = {rank: end for rank, end in outcome.failures.items() if end.exitcode < 0}
     if not own and killed:
         ends = " and ".join(f"rank {rank} was ended by {end.signal_name()}" for rank, end in sorted(killed.items()))
         return TrainingProcessError(f"{ends}, which ended the run")
     if own or errors:
-        return rebuilt((own or errors)[-1])
+        # File names are ordered by attempt, so the last one is from the last attempt.
+        return rebuild_error((own or errors)[-1])
     codes = " and ".join(f"rank {rank} ended with exit code {end.exitcode}" for rank, end in outcome.failures.items())
     return TrainingProcessError(f"{codes}, without a result")
 

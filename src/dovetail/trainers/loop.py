@@ -16,18 +16,23 @@ from torch import Tensor, nn
 
 from dovetail.callbacks.base import Report
 from dovetail.data import concat
+from dovetail.data.batches import with_class_of
+from dovetail.data.named_sets import named_sets
 from dovetail.errors import DataError
 from dovetail.history import History
 from dovetail.runtime.signals import stop_on_signals
 from dovetail.trainers import saving
 from dovetail.trainers.context import Plan, Stage, TrainingContext, clear_gradients
 from dovetail.trainers.diagnosis import (
+    as_output,
     check_default_loss,
     check_metrics,
     check_output,
     check_pass,
     check_repeatable,
+    explain_backward,
     update_metric,
+    warn_of_no_data,
 )
 from dovetail.trainers.interruption import raise_if_signalled
 from dovetail.trainers.metrics import (
@@ -35,9 +40,9 @@ from dovetail.trainers.metrics import (
     WholePass,
     compute_metrics,
     include_means,
-    warn_of_no_data,
 )
-from dovetail.trainers.run_scope import evaluating, lend_data, running, set_data
+from dovetail.trainers.named_metrics import NamedMetric
+from dovetail.trainers.run_scope import evaluating, lend_data, reading_set, running, set_data
 from dovetail.trainers.window import Lookahead
 from dovetail.units import Batches, Epochs, Progress, TrainUnit, counted
 
@@ -96,9 +101,13 @@ def fit(
     context = trainer.context
     set_data(context, train=train_data, valid=val_data)
     context.run.plan = plan = trainer.plan(**requested)
+    # A stop request of an earlier run must not end this one.
     context.run.stop_reason, context.run.signal, context.run.stop_request = None, None, None
     with running(trainer, "train"), stop_on_signals(context):
         callbacks, progress = context.callbacks, context.progress
+        if context.run.base is not None and context.model is not None:
+            # Before a checkpoint changes the buffers.
+            context.run.base.note(context.model, again=progress.batches == 0)
         if resume is not None:
             saving.resume(trainer, resume)
             # Plan again: the plan may depend on the restored state.
@@ -111,24 +120,31 @@ def fit(
                 stacklevel=3,
             )
         check_repeatable(context, plan)
+        # A resumed run keeps the identifier of its checkpoints, which `saving.resume` has restored.
         if progress.batches == 0 or not context.run.id:
             context.run.id = uuid4().hex
+        # After the resume, so that the file receives the restored history.
         if context.run.saver is not None and context.process.is_main:
             context.run.saver.attach(context.history)
         context.run.checked = progress.copy()
         for on_train_start in callbacks.on_train_start:
             on_train_start(context)
+        # A callback may have requested a stop in one process only; all processes must agree before the first batch.
         trainer.settle()
+        # `validated_at` is 0 if this run resumes from the checkpoint after its first validation, which is not repeated.
         if plan.validates_first and plan.validate is not None and progress.batches == 0 != context.run.validated_at:
             _validate(trainer)
             saving.checkpoint(trainer, due=False)
         while context.run.stop_reason is None and not plan.max_length.reached(progress):
             run_epoch(trainer, plan)
+        # A run that a signal stopped saves at once, without a validation.
         if context.run.signal is None and plan.validate is not None and context.run.validated_at != progress.batches:
             _validate(trainer)
         saving.checkpoint(trainer, due=plan.save is not None or context.run.signal is not None, final=True)
+        # The last checkpoint may still be written in the background; its failure must end this call with an error.
         saving.finish(trainer)
         context.history.sync()
+        # After the checkpoint, from which the next run resumes. An interrupted run does not call `on_train_end`.
         raise_if_signalled(context)
         for on_train_end in callbacks.on_train_end:
             on_train_end(context)
@@ -140,6 +156,7 @@ def run_epoch(trainer: Trainer, plan: Plan) -> None:
     context = trainer.context
     progress, callbacks = context.progress, context.callbacks
     context.run.is_in_epoch = True
+    # A resumed epoch keeps the restored meter, and its `on_epoch_start` was called before the checkpoint.
     if progress.batch == 0:
         context.run.meter.reset()
         context.run.validated_at = -1
@@ -147,8 +164,10 @@ def run_epoch(trainer: Trainer, plan: Plan) -> None:
             on_epoch_start(context)
     _train_mode(context.model)
     context.run.interrupted = False
+    # The batches before this epoch, also if the epoch is resumed in its middle.
     before = progress.batches - progress.batch
     means = trainer.train_epoch() or {}
+    # The epoch is not complete: it is neither counted nor recorded, and a later `fit` continues it.
     if context.run.interrupted:
         return
     if progress.batches == before and not isinstance(plan.max_length, Epochs):
@@ -157,13 +176,16 @@ def run_epoch(trainer: Trainer, plan: Plan) -> None:
             f"max_length: {plan.max_length} is never reached, because an epoch counted no batch; check the training "
             "data, and that your train_epoch counts its batches, or give a number of epochs"
         )
+    # Read before `scheduler_step("epoch")` changes it: the history has the rate that this epoch was trained with.
     rates = {"lr": context.optimizers[0].param_groups[0]["lr"]} if context.optimizers else {}
     progress.epoch += 1
     progress.batch = 0
     context.run.is_in_epoch = False
     metrics = {f"train_{name}": value for name, value in means.items()}
     context.history.record("train", {**means, **rates}, **_position(progress))
+    # The epoch is counted by now, so that validation, hooks and checkpoint refer to its end.
     validates, saves = _due(context)
+    # Validated inside of the epoch, after its last batch: the weights are the same.
     if context.run.validated_at == progress.batches:
         metrics.update(context.run.validation)
     elif validates:
@@ -187,11 +209,13 @@ def train_epoch(context: TrainingContext) -> dict[str, float]:
     scheduler_step, after_step = trainer.scheduler_step, trainer.after_step
     on_step_start, on_update, on_step_end = callbacks.on_step_start, callbacks.on_update, callbacks.on_step_end
 
+    # The last batch of an epoch must close its window. Data without a length is therefore read one batch ahead.
     total = trainer.num_batches("train")
     accumulates = window.size > 1
     lookahead = Lookahead(trainer.batches("train")) if accumulates and total is None else None
     # A window never spans two epochs, and a window that an error interrupted is not continued.
     window.closes = True
+    # Periods in whole epochs are checked by `run_epoch`. If there are no others, a batch skips these checks.
     acts_inside = not {type(unit) for unit in (plan.max_length, plan.validate, plan.save)} <= {Epochs, type(None)}
     until_report, report_by = plan.report, monotonic() + _SLOWEST_REPORT
     is_first = True
@@ -204,23 +228,30 @@ def train_epoch(context: TrainingContext) -> dict[str, float]:
         run.num_items = notes.num_samples = notes.num_records = batch_length(batch)
         if accumulates:
             is_last = lookahead.is_last if lookahead is not None else progress.batch + 1 == total
-            window.begin(is_last=is_last or _ends_after(plan.max_length, progress))
+            window.start_batch(is_last=is_last or _ends_after(plan.max_length, progress))
+        # Not in every batch: the gradients of the batches of a window add up.
         if window.opens:
             for optimizer in optimizers:
                 clear_gradients(optimizer)
+        # `context.backward` sets `optimized`: the step then controls the update, and the loop does not repeat it.
         notes.optimized = notes.uses_criterion = False
 
         output = train_step(batch)
+        # Inline, because a call of `as_output` would be noticeable in a tiny step.
+        output = {"loss": output} if isinstance(output, Tensor) else output
+        # Before the update, so that a step without a usable loss is reported as such, and not by torch's `backward`.
         if is_first:
             _check_first(trainer, batch, output)
             is_first = False
         _optimize(trainer, batch, output)
+        # Not for every batch: the window may be open, and a gradient scaler may have skipped the step.
         if stepped:
             progress.updates += 1
             scheduler_step("update")
             for update_hook in on_update:
                 update_hook(context)
         after_step(output)
+        # After `after_step`, which may read `context.run.updated`.
         stepped.clear()
 
         meter.add(output, notes.num_samples)
@@ -235,6 +266,8 @@ def train_epoch(context: TrainingContext) -> dict[str, float]:
             _report(context)
 
         # After the last batch, read the loader to its end: its generator may draw a random number there.
+        # Do not stop, validate or save inside of a window, nor while a compiled call is ahead: it has already made the
+        # updates of later batches, so that weights and counters do not belong together.
         if window.closes and not notes.is_ahead and progress.batch != total:
             if acts_inside:
                 _act(trainer)
@@ -254,7 +287,7 @@ def _check_first(trainer: Trainer, batch: Any, output: Any) -> None:
     """Check the first batch of an epoch, and the default loss at the start of a run."""
     context = trainer.context
     optimized = context.run.batch.optimized
-    check_output(output, optimized=optimized)
+    check_output(output, optimized=optimized, optimizers=() if optimized else context.optimizers)
     if context.progress.batches == 0 and not optimized:
         check_default_loss(context, batch, output["loss"], partial(_predict_quietly, trainer))
 
@@ -275,16 +308,24 @@ def _optimize(trainer: Trainer, batch: Any, output: Mapping[str, Any]) -> None:
     run = context.run
     window = run.window
     if run.batch.optimized:
+        # Steps that were requested earlier in the window, and not again for its last batch.
         if window.size > 1 and window.closes and (waiting := window.take_deferred()):
             context.step(*waiting)
         return
     if "num_items" in output:
         run.num_items = output["num_items"]
     loss = output["loss"]
-    trainer.backward(loss if window.size == 1 else loss * window.weight(run.num_items, first_of_batch=True))
+    try:
+        trainer.backward(loss if window.size == 1 else loss * window.weight(run.num_items, first_of_batch=True))
+    except RuntimeError as error:
+        if (explained := explain_backward(error)) is error:
+            raise
+        raise explained from error
     if window.closes:
+        # LBFGS computes the loss several times in one step.
         if run.needs_closure:
-            run.closure = partial(_again, context, batch)
+            run.closure = partial(_recompute, context, batch)
+        # Gradients stay until the next window opens, so that hooks after the step can read them.
         context.step(zero_grad=False)
 
 
@@ -294,6 +335,7 @@ def _act(trainer: Trainer) -> None:
     if validates:
         _report(trainer.context)
         _validate(trainer)
+        # An overridden `val_epoch` may have left the model in evaluation mode.
         _train_mode(trainer.context.model)
         trainer.settle()
     if validates or saves:
@@ -365,10 +407,26 @@ def predict(trainer: Trainer, data: Any = None) -> Any:
     context = trainer.context
     with lend_data(context, "predict", data), running(trainer, "predict"), evaluating(context, "predict"):
         to_device, predict_step = trainer.to_device, _in_precision(context, trainer.predict_step)
-        return concat(trainer.gather([predict_step(to_device(batch)) for batch in trainer.batches("predict")]))
+        parts = [predict_step(to_device(batch)) for batch in trainer.batches("predict")]
+        example = parts[0] if parts else None
+        return concat([with_class_of(example, part) for part in trainer.gather(parts)])
 
 
 def _evaluate_pass(trainer: Trainer, stage: Stage) -> dict[str, float]:
+    """Return the mean metrics over the data of a stage; with several data sets, their names come first."""
+    context = trainer.context
+    sets = named_sets(context.run.data.get(stage))
+    if sets is None:
+        return _evaluate_set(trainer, stage)
+    means = {}
+    for name, data in sets.items():
+        with reading_set(context, stage, name, data):
+            means.update({f"{name}_{metric}": value for metric, value in _evaluate_set(trainer, stage).items()})
+    return means
+
+
+def _evaluate_set(trainer: Trainer, stage: Stage) -> dict[str, float]:
+    """Run one pass over the data of a stage without training, and return its mean metrics by name."""
     context = trainer.context
     meter = Meter()
     num_batches = 0
@@ -381,7 +439,7 @@ def _evaluate_pass(trainer: Trainer, stage: Stage) -> dict[str, float]:
         for batch in trainer.batches(stage):
             batch = to_device(batch)
             context.run.batch.uses_criterion = False
-            output = test_step(batch)
+            output = as_output(test_step(batch))
             meter.add(output, batch_length(batch))
             if num_batches == 0:
                 check_metrics(context, metrics, output)
@@ -390,12 +448,15 @@ def _evaluate_pass(trainer: Trainer, stage: Stage) -> dict[str, float]:
             for on_test_step_end in context.callbacks.on_test_step_end:
                 on_test_step_end(context, output)
             num_batches += 1
+            # Otherwise a long pass would collect the losses of all of its batches on the device.
             if num_batches % 256 == 0:
                 meter.flush()
+        # Before `reduce`, which sums the meter over the processes.
         include_means(metrics, meter)
         means = trainer.reduce(meter).compute()
         for metric in metrics.values():
-            if isinstance(metric, WholePass):
+            # Sums over processes are useless for a metric that is not a mean, so its inputs or states are collected.
+            if isinstance(metric, (WholePass, NamedMetric)):
                 metric.gather(trainer.gather)
         if not means:
             source = context.run.data.get(stage)
@@ -409,13 +470,14 @@ def _evaluate_pass(trainer: Trainer, stage: Stage) -> dict[str, float]:
         return compute_metrics(metrics, means)
 
 
-def _again(context: TrainingContext, batch: Any) -> Tensor:
+def _recompute(context: TrainingContext, batch: Any) -> Tensor:
     """Compute forward and backward of a batch again, for an optimizer that evaluates the loss several times."""
     trainer = _outermost(context)
     with torch.enable_grad():
         for optimizer in context.optimizers:
             clear_gradients(optimizer)
-        loss: Tensor = trainer.train_step(batch)["loss"]
+        # Without autocast: mixed precision and an optimizer with a closure are rejected together.
+        loss: Tensor = as_output(trainer.train_step(batch))["loss"]
         trainer.backward(loss)
     return loss
 

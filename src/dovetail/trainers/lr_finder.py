@@ -1,4 +1,4 @@
-"""Learning-rate finder: raise the rate batch by batch until the loss explodes."""
+"""Learning-rate finder: a sweep that raises the rate batch by batch until the loss explodes."""
 
 from __future__ import annotations
 
@@ -93,9 +93,12 @@ class LRFinder:
         if context.model is None:
             raise ConfigError("LRFinder: the trainer has no model: give it one, Trainer(model, …)")
         with preserve_state(trainer, train=train_data):
+            # 100 batches per pass for data without a length.
             num_batches = (trainer.num_batches("train") or 100) * self.num_epochs
             sweep.num_batches = min(num_batches, self.max_batches or num_batches)
+            # Schedulers would overwrite the rates of the sweep.
             context.callbacks, context.schedulers = Callbacks([*own_callbacks(context), sweep]), []
+            # A period of 0 is never due.
             never = Batches(0)
             trainer.fit(
                 max_length=Batches(context.progress.batches + sweep.num_batches),
@@ -117,6 +120,7 @@ class LRFinder:
         if not self.rates:
             raise ConfigError("LRFinder: call find() first")
         low, high = self._falling()
+        # Over the logarithm, because the sweep multiplies the rate in every batch.
         slope = np.gradient(np.asarray(self.losses[: high + 1]), np.log10(self.rates[: high + 1]))
         if self.lr_select_method in ("min_loss", "max_range"):
             index = high
@@ -177,8 +181,10 @@ class _Sweep(Callback):
         finder = self._finder
         loss = float(output["loss"].detach())
         self._average = finder.beta * self._average + (1 - finder.beta) * loss
+        # The bias correction of Adam: the average starts at zero.
         smoothed = self._average / (1 - finder.beta ** len(self.rates))
         if not math.isfinite(smoothed) or smoothed > finder.explode_thresh * self._best:
+            # The rate of the exploded batch has no loss, and both lists must have the same length.
             self.rates.pop()
             context.stop("the loss exploded")
             return

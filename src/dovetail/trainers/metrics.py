@@ -1,4 +1,4 @@
-"""Metrics: sample-weighted means of step outputs, and metrics over a whole pass."""
+"""Metrics: weighted means of step outputs, and metrics over a whole pass."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dovetail.data import batch_length, concat
 from dovetail.data.batches import map_tensors, slice_batch
 from dovetail.errors import ConfigError, DataError
+from dovetail.trainers.named_metrics import NamedMetric, Perplexity, metric_by_name
 
 __all__ = [
     "MeanOf",
@@ -27,7 +28,8 @@ __all__ = [
     "as_metrics",
     "compute_metrics",
     "include_means",
-    "warn_of_no_data",
+    "prepare_metrics",
+    "validation_names",
 ]
 
 
@@ -55,6 +57,7 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
         >>> accuracy(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]))
         tensor(0.5000, dtype=torch.float64)
     """
+    # Probabilities of the classes, which cross entropy also accepts as targets.
     if targets.is_floating_point() and targets.shape == outputs.shape:
         targets = targets.argmax(dim=1)
     right = outputs.argmax(dim=1) == targets
@@ -81,7 +84,7 @@ def are_classes(outputs: Any, targets: Any) -> bool:
 
 
 class Meter:
-    """Sample-weighted means of the scalars that steps return.
+    """Means of the scalars that steps return: the loss weighted by items if a step counts them, the rest by samples.
 
     `add` only stores detached references, so a pass over the data never waits for the device; `flush` copies them to
     the host in one transfer. Meters add up: the sums of several ranks are the sums over all their samples.
@@ -94,12 +97,14 @@ class Meter:
         {'loss': 2.0}
     """
 
-    __slots__ = ("_pending", "counts", "sums", "values")
+    __slots__ = ("_pending", "_weighs_by_tensors", "counts", "sums", "values")
 
     def __init__(self) -> None:
-        self._pending: list[tuple[str, Tensor | float, int]] = []
+        self._pending: list[tuple[str, Tensor | float, Tensor | float]] = []
+        self._weighs_by_tensors = False
         self.sums: dict[str, float] = {}
-        self.counts: dict[str, int] = {}
+        self.counts: dict[str, float] = {}
+        # Arrays, because a long epoch has many values and each Python float is an object.
         self.values: dict[str, array[float]] = {}
 
     def __len__(self) -> int:
@@ -109,27 +114,42 @@ class Meter:
     def add(self, output: Mapping[str, Any], num_samples: int) -> None:
         """Add the scalars of one batch, and a loss with one element.
 
-        `num_items` is a weight, not a metric. Other tensors, such as outputs for a single sample, are skipped.
+        `num_items` is the weight of the loss and `num_tokens` is summed; both are no metrics. Other tensors, such as
+        outputs for a single sample, are skipped. A batch of 0 samples has weight zero.
         """
         for name, value in output.items():
             if name == "num_items":
                 continue
+            weight = num_samples
+            if name == "loss" and num_samples and "num_items" in output:
+                weight = output["num_items"]
+                self._weighs_by_tensors |= isinstance(weight, Tensor)
             if isinstance(value, Tensor):
                 if value.ndim == 0:
-                    self._pending.append((name, value.detach(), num_samples))
+                    self._pending.append((name, value.detach(), weight))
                 elif name == "loss" and value.numel() == 1:
-                    self._pending.append((name, value.detach().reshape(()), num_samples))
+                    self._pending.append((name, value.detach().reshape(()), weight))
             elif isinstance(value, _NUMBERS):
-                self._pending.append((name, float(value), num_samples))
+                self._pending.append((name, float(value), weight))
 
     def flush(self) -> dict[str, list[float]]:
         """Copy the pending values to the host and return them by name."""
         pending, self._pending = self._pending, []
         fresh: dict[str, list[float]] = {}
-        for (name, _, num_samples), value in zip(pending, _to_host([item[1] for item in pending]), strict=True):
+        waiting = [item[1] for item in pending]
+        if self._weighs_by_tensors:
+            # One transfer for values and weights.
+            waiting += [item[2] for item in pending]
+            self._weighs_by_tensors = False
+        on_host = _to_host(waiting)
+        has_weights = len(on_host) > len(pending)
+        for index, (name, _, given) in enumerate(pending):
+            value, weight = on_host[index], on_host[len(pending) + index] if has_weights else float(given)
             fresh.setdefault(name, []).append(value)
-            self.sums[name] = self.sums.get(name, 0.0) + value * num_samples
-            self.counts[name] = self.counts.get(name, 0) + num_samples
+            # The number of tokens is a sum, not a mean.
+            share = float(weight > 0) if name == "num_tokens" else weight
+            self.sums[name] = self.sums.get(name, 0.0) + value * share
+            self.counts[name] = self.counts.get(name, 0) + weight
         for name, numbers in fresh.items():
             self.values.setdefault(name, array("d")).extend(numbers)
         return fresh
@@ -141,9 +161,16 @@ class Meter:
             self.sums[name], self.counts[name] = total, mean.counts[value]
 
     def compute(self) -> dict[str, float]:
-        """Return the mean of every name over the samples so far; NaN without samples."""
+        """Return the mean of every name over its samples or items so far, NaN without any; and the sum of tokens."""
         self.flush()
-        return {name: total / self.counts[name] if self.counts[name] else math.nan for name, total in self.sums.items()}
+        counts, totals = self.counts, dict(self.sums)
+        tokens = {"tokens": totals.pop("num_tokens")} if "num_tokens" in totals else {}
+        return {name: it / counts[name] if counts[name] else math.nan for name, it in totals.items()} | tokens
+
+    @property
+    def tokens_per_sample(self) -> float:
+        """The mean of `num_tokens` over the samples whose batches are on the host; 0 if no step counts tokens."""
+        return self.sums["num_tokens"] / self.counts["num_tokens"] if self.counts.get("num_tokens") else 0.0
 
     def reset(self) -> None:
         """Forget everything."""
@@ -170,10 +197,11 @@ class Meter:
 
 
 def as_metrics(metrics: Any) -> dict[str, Metric]:
-    """Return metrics by name from a mapping, a list, or one object or callable.
+    """Return metrics by name from a mapping, a list, or one object, name or callable.
 
-    A callable `fn(outputs, targets) -> scalar` becomes the sample-weighted mean of its values; `WholePass(fn)` is
-    computed once, from the outputs and targets of all batches.
+    A name such as `"f1"` is a metric of torchmetrics (`NamedMetric`). A callable `fn(outputs, targets) -> scalar`
+    becomes the sample-weighted mean of its values; `WholePass(fn)` is computed once, from the outputs and targets of
+    all batches.
 
     Raises:
         ConfigError: A value is not a metric, two metrics have one name, or a function is known not to be a mean.
@@ -195,6 +223,36 @@ def as_metrics(metrics: Any) -> dict[str, Metric]:
             raise _twice(name)
         by_name[name] = _as_metric(metric)
     return by_name
+
+
+def prepare_metrics(metrics: Mapping[str, Metric], criterion: Any, device: torch.device) -> None:
+    """Move the metrics to the device of the outputs; metrics by name also depend on the loss."""
+    for metric in metrics.values():
+        if isinstance(metric, NamedMetric):
+            metric.prepare(criterion, device)
+        if isinstance(metric, nn.Module):
+            metric.to(device)
+
+
+def validation_names(metrics: Mapping[str, Metric], sets: Iterable[str] = ()) -> tuple[str, ...] | None:
+    """Return the full names of the numbers that a validation measures; None if they are unknown.
+
+    A name that ends with an underscore is the start of the names of a collection or a vector. If there are several
+    data sets, their names come before the names of the metrics.
+
+    Example:
+        >>> validation_names(as_metrics({"accuracy": accuracy, "scores": WholePass(lambda outputs, targets: {"a": 1})}))
+        ('valid_loss', 'valid_accuracy', 'valid_scores', 'valid_scores_')
+    """
+    names = ["loss"]
+    for name, metric in metrics.items():
+        names.append(name)
+        if not isinstance(metric, (MeanOf, NamedMetric, Perplexity)):
+            if name == _name(metric):
+                # Without a name of its own, it may return a dictionary, whose names are known only after a pass.
+                return None
+            names.append(f"{name}_")
+    return tuple(f"valid_{prefix}{name}" for prefix in [f"{each}_" for each in sets] or [""] for name in names)
 
 
 class MeanOf:
@@ -232,6 +290,7 @@ class MeanOf:
         if self._checks and num_samples > 1 and not len(self._meter) and not self._meter.counts:
             self._checks = not _is_mean_of_halves(self.function, outputs, targets, value, num_samples)
         self._meter.add({"value": value}, num_samples)
+        # Otherwise a long pass would collect the values of all of its batches on the device.
         if len(self._meter) >= 256:
             self._meter.flush()
 
@@ -293,6 +352,9 @@ class WholePass:
 
 
 def _as_metric(metric: Any) -> Metric:
+    """Return a metric object, or a function as a mean over samples; raise for functions known not to be one."""
+    if isinstance(metric, str):
+        return metric_by_name(metric)
     if isinstance(metric, Metric):
         return metric
     if callable(metric):
@@ -301,7 +363,9 @@ def _as_metric(metric: Any) -> Metric:
         if module.startswith("sklearn.metrics") and name not in _SKLEARN_MEANS:
             raise ConfigError(f"metrics: {name} of scikit-learn is not a mean over samples; {_NO_MEAN}")
         return MeanOf(metric, check=metric is not accuracy)
-    raise ConfigError(f"metrics: expected functions of outputs and targets, or torchmetrics objects, got {metric!r}")
+    raise ConfigError(
+        f"metrics: expected names, functions of outputs and targets, or torchmetrics objects, got {metric!r}"
+    )
 
 
 _NO_MEAN = "give WholePass(function) to compute it over the whole pass, or MeanOf(function) to average it over batches"
@@ -346,6 +410,7 @@ def _is_mean_of_halves(
             first, second = (float(function(*half)) for half in halves)
     except Exception as error:
         failure, first, second = error, math.nan, math.nan
+    # A failure on half a batch gives NaN. `not … <= …` below is true for NaN, so it counts as a difference.
     whole, mean = float(value), (first * middle + second * (length - middle)) / length
     if not math.isfinite(whole):
         return False
@@ -355,10 +420,12 @@ def _is_mean_of_halves(
             f"metrics: {_name(function)} is not a mean over samples: it is {whole:.6g} for a batch, and {first:.6g} "
             f"and {second:.6g} for its halves; {_NO_MEAN}"
         ) from failure
+    # Two equal halves fit any function, such as a maximum; the next pass checks again.
     return first != second
 
 
 def _tolerance(*values: Any) -> float:
+    # Half precision has two or three digits.
     is_coarse = any(isinstance(it, Tensor) and it.dtype in (torch.float16, torch.bfloat16) for it in values)
     return 0.02 if is_coarse else 1e-4
 
@@ -368,6 +435,8 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 def _name(metric: Any) -> str:
+    if isinstance(metric, str):
+        return metric
     if isinstance(metric, (MeanOf, WholePass)):
         return _name(metric.function)
     if isinstance(metric, partial):
@@ -412,7 +481,7 @@ def compute_metrics(metrics: Mapping[str, Metric], means: Mapping[str, float]) -
     for name, metric in metrics.items():
         if isinstance(metric, MeanOf):
             continue
-        result = metric.compute()
+        result = metric.of(means.get("loss", math.nan)) if isinstance(metric, Perplexity) else metric.compute()
         if not isinstance(result, Mapping):
             add(name, result)
             continue
@@ -422,19 +491,16 @@ def compute_metrics(metrics: Mapping[str, Metric], means: Mapping[str, float]) -
     return values
 
 
-def warn_of_no_data(stage: str) -> None:
-    """Warn that a pass had no data, which explains a NaN in its metrics."""
-    warnings.warn(f"the {stage} data is empty: its metrics are NaN", UserWarning, stacklevel=2)
-
-
 def _to_host(values: list[Tensor | float]) -> list[float]:
     """Return all values as floats with one transfer for all tensors."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     if not tensors:
         return [float(value) for value in values]
     first = tensors[0]
+    # `stack` needs one dtype and one device.
     if any(tensor.dtype != first.dtype or tensor.device != first.device for tensor in tensors):
         tensors = [tensor.to(first.device, torch.float64) for tensor in tensors]
+    # The only place where a report waits for the device.
     numbers = torch.stack(tensors).tolist()
     if len(numbers) == len(values):
         return [float(number) for number in numbers] if not isinstance(numbers[0], float) else numbers

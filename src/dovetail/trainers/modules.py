@@ -23,11 +23,24 @@ def as_module(model: Any) -> nn.Module | None:
 
 def forward(model: Any, inputs: Any) -> Any:
     """Call a model with one input, with several from a tuple or list, or with named ones from a mapping."""
+    # The usual case first: a test of a tensor is cheaper than a test of a mapping.
     if isinstance(inputs, Tensor):
         return model(inputs)
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+
+
+def entry_of(outputs: Any, name: str) -> Any:
+    """Return an entry of outputs that are a mapping, or an attribute of another object; None if it is missing.
+
+    Example:
+        >>> entry_of({"logits": 1.0}, "logits"), entry_of({"logits": 1.0}, "loss")
+        (1.0, None)
+    """
+    if isinstance(outputs, Mapping):
+        return outputs.get(name)
+    return None if isinstance(outputs, (Tensor, list)) else getattr(outputs, name, None)
 
 
 def forward_with(model: nn.Module, weights: Mapping[str, Tensor], inputs: Any) -> Any:

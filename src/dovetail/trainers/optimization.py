@@ -14,6 +14,7 @@ from dovetail.trainers.bound_scheduler import bind_scheduler
 from dovetail.trainers.context import defer_optimizers, stop_deferring
 from dovetail.trainers.optimizers import requires_closure
 from dovetail.trainers.schedules.applied import set_lr, set_momentum
+from dovetail.trainers.schedules.whole_run import RunScheduleLR, set_run_lengths
 from dovetail.trainers.strategies.adapters import as_scheduler
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class Optimization:
     def build_later(self, trainer: SingleProcessTrainer) -> None:
         """Build the missing parts of a run on first access: the training loader, the optimizers and the schedulers."""
         context = trainer.context
+        # An earlier run has built them: they keep their state.
         if context.optimizers:
             self.build(trainer)
         else:
@@ -56,10 +58,13 @@ class Optimization:
             stop_deferring(context)
         if not context.optimizers or not self.has_schedulers:
             self._build_missing(trainer)
+        if context.schedulers:
+            set_run_lengths(trainer)
         if context.run.needs_closure:
             _check_closure(context)
 
     def _build_missing(self, trainer: SingleProcessTrainer) -> None:
+        """Build the optimizers if there are none, then the schedulers; after an error, keep neither."""
         context = trainer.context
         assert context.model is not None
         try:
@@ -96,6 +101,7 @@ class Optimization:
                 continue
             wanted = _wanted_rate(trainer, name)
             found = [float(group[key]) for group in groups if key in group]
+            # One group is enough: the others may have rates that the user chose.
             if found and not any(math.isclose(wanted, value, rel_tol=1e-6) for value in found):
                 raise ConfigError(
                     f"{name}: the optimizer has its own, {found[0]:g}, so {wanted:g} would have no effect; give one or "
@@ -105,6 +111,7 @@ class Optimization:
         self._rates_are_checked = True
 
     def _build_schedulers(self, trainer: SingleProcessTrainer) -> None:
+        """Build the learning-rate schedulers of all optimizers, and the momentum schedulers if the option has one."""
         context, schedule = trainer.context, trainer.options.mtm_scheduler
         for optimizer in context.optimizers:
             scheduler = trainer.get_lr_scheduler(context.config, optimizer)
@@ -120,8 +127,12 @@ class Optimization:
                 context.schedulers.append(bind_scheduler(momentum))
 
     def _bind(self, trainer: SingleProcessTrainer, scheduler: Any) -> None:
+        """Add a scheduler with its interval to the context; raise if it belongs to another optimizer."""
         context = trainer.context
-        if trainer._is_default("get_lr_scheduler"):
+        if isinstance(scheduler, RunScheduleLR):
+            # It counts updates, whatever interval its strategy has.
+            bound = bind_scheduler(scheduler)
+        elif trainer._is_default("get_lr_scheduler"):
             bound = trainer.strategies.lr_scheduler.bind(scheduler, context)
         else:
             bound = bind_scheduler(scheduler, on_batch=trainer.options.scheduler_step_on_batch)

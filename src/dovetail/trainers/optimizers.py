@@ -61,6 +61,7 @@ class LARS(Optimizer):
                     continue
                 size, slope = weight.norm(), weight.grad.norm()
                 local = group["trust_coefficient"] * size / (slope + decay * size)
+                # On the device: an `if` would wait for the norms of every tensor.
                 local = torch.where((size > 0) & (slope > 0), local, torch.ones_like(local))
                 move = group["lr"] * local * (weight.grad + decay * weight)
                 if momentum:
@@ -131,6 +132,7 @@ class AdaHessian(Optimizer):
         return loss
 
     def _update(self, weight: Tensor, curvature: Tensor, group: dict[str, Any]) -> None:
+        """Update one weight with the mean of its gradients, scaled by the mean of its curvatures."""
         assert weight.grad is not None
         first, second = group["betas"]
         state = self.state[weight]
@@ -139,6 +141,7 @@ class AdaHessian(Optimizer):
         state["step"] += 1
         state["exp_avg"].lerp_(weight.grad.detach(), 1 - first)
         state["exp_hessian_sq"].lerp_(curvature.square(), 1 - second)
+        # The bias correction of Adam: both means start at zero.
         mean = state["exp_avg"] / (1 - first ** state["step"])
         scale = (state["exp_hessian_sq"] / (1 - second ** state["step"])).sqrt() ** group["hessian_power"]
         weight.mul_(1 - group["lr"] * group["weight_decay"])
@@ -146,6 +149,7 @@ class AdaHessian(Optimizer):
 
 
 def _diagonal(weights: list[Tensor]) -> list[Tensor]:
+    """Return an estimate of the Hessian's diagonal for each weight, from one random product."""
     signs = [torch.randint_like(weight, 0, 2) * 2 - 1 for weight in weights]
     gradients = [weight.grad for weight in weights if weight.grad is not None]
     products = torch.autograd.grad(gradients, weights, signs, allow_unused=True)
@@ -160,6 +164,7 @@ def _diagonal(weights: list[Tensor]) -> list[Tensor]:
 
 
 def _with_gradients(closure: Callable[[], Any]) -> Any:
+    # `LARS.step` runs without gradients, but the closure computes them.
     with torch.enable_grad():
         return closure()
 

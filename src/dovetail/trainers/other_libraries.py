@@ -10,8 +10,11 @@ _LAYERS = "to train in several processes wrap the trainer, DDPTrainer(Trainer(�
 _UPDATES = "give fit a length, max_length=Updates(…)"
 _EPOCHS = "give fit a length, max_length=Epochs(…)"
 _TENSORBOARD = "give the trainer a callback, callbacks=[Tracker(TensorBoardLogger(folder))]"
+_VALIDATION = "give fit a period, validation_period=Epochs(n) or Batches(n)"
+_CHECKPOINTS = "give fit a period, checkpoint_period=Epochs(n) or Batches(n)"
 _OF_TRAINER = "it is an option of the trainer, Trainer(…, {}=…)"
 
+# Keywords of constructors: the name of our option, or advice. `UnknownNameError` shows them.
 OPTIONS: Mapping[str, str] = {
     "lr": "learning_rate",
     "loss": "criterion",
@@ -30,8 +33,7 @@ OPTIONS: Mapping[str, str] = {
     "per_device_eval_batch_size": "val_batch_size",
     "eval_dataset": "val_dataset",
     "validation_data": "val_dataset",
-    "data_collator": _LOADER,
-    "collate_fn": _LOADER,
+    "data_collator": "collate_fn",
     "pin_memory": _LOADER,
     "persistent_workers": _LOADER,
     "prefetch_factor": _LOADER,
@@ -74,6 +76,34 @@ OPTIONS: Mapping[str, str] = {
     "resume_from_checkpoint": "give it to fit, resume='auto' or resume=path",
     "ckpt_path": "give it to fit, resume='auto' or resume=path",
     "random_state": "seed",
+    "max_train_steps": _UPDATES,
+    **dict.fromkeys(("limit_test_batches", "limit_predict_batches"), "give evaluate or predict fewer samples"),
+    "sync_batchnorm": "give the trainer nn.SyncBatchNorm.convert_sync_batchnorm(model), which needs CUDA devices",
+    "check_val_every_n_epoch": _VALIDATION,
+    "val_check_interval": _VALIDATION,
+    "eval_strategy": _VALIDATION,
+    "evaluation_strategy": _VALIDATION,
+    "eval_steps": _VALIDATION,
+    "save_strategy": _CHECKPOINTS,
+    "every_n_epochs": _CHECKPOINTS,
+    "every_n_train_steps": _CHECKPOINTS,
+    "fast_dev_run": "try a run without effects, fit(dry_run=True)",
+    "num_sanity_val_steps": "try a run without effects, fit(dry_run=True)",
+    "load_best_model_at_end": "give a callback, callbacks=[EarlyStopping(restore_best=True)]",
+    "lr_scheduler_type": "lr_scheduler",
+    "warmup_steps": "warmup",
+    "warmup_ratio": "warmup",
+    "label_smoothing_factor": "give the loss, criterion=CrossEntropyLoss(label_smoothing=…)",
+    "gradient_clip_algorithm": "give a callback, callbacks=[GradientClipping(max_value=…)]",
+    "profiler": "give a callback, callbacks=[Profiler(folder)], or wrap the trainer, TimedTrainer(Trainer(…))",
+    "num_nodes": "start the script with torchrun, and wrap the trainer, DDPTrainer(Trainer(…))",
+    "detect_anomaly": "write torch.autograd.set_detect_anomaly(True) before fit",
+    "deterministic": "write torch.use_deterministic_algorithms(True) before fit; seed=… fixes the random numbers",
+    "benchmark": "write torch.backends.cudnn.benchmark = True before fit",
+    "auto_lr_find": "write LRFinder(trainer).find()",
+    "auto_scale_batch_size": "write find_batch_size(trainer)",
+    "gradient_checkpointing": "call the model's own method, such as model.gradient_checkpointing_enable()",
+    "logging_dir": _TENSORBOARD,
 }
 
 # Names of the classes in `dovetail.compat` that the trainer does not have.
@@ -108,12 +138,32 @@ ATTRIBUTES: Mapping[str, str] = {
     ),
     "run_batch": "write trainer.run(1, [batch]), or trainer.inference([batch]) for outputs alone",
     "run_epoch": "write trainer.run(1, loader)",
+    **dict.fromkeys(("log", "log_dict"), "return it from the step, {'loss': loss, name: value}"),
+    "manual_backward": "write self.context.backward(loss)",
+    "optimizers": "read trainer.context.optimizers",
+    "lr_schedulers": "read trainer.context.schedulers",
+    "global_step": "read trainer.context.progress.updates",
+    "callback_metrics": "read trainer.history.get_latest_metric(name)",
+    "logged_metrics": "read trainer.history.get_latest_metric(name)",
+    "should_stop": "write trainer.context.stop(reason)",
+    "validate": "write trainer.evaluate(data)",
+    "save_pretrained": "write trainer.save_model(path)",
     "web_logger": "write trainer.tracker.log({name: value}); trainer.tracker.loggers has the loggers",
+    "callbacks": "write trainer.context.callbacks",
     "register": "write trainer.context.run.register(name, object)",
     "set_option": "write trainer.options.name = value",
     "reset": "write dovetail.trainers.reuse.reset(trainer)",
     "configure": "write dovetail.trainers.reuse.configure(trainer, config)",
     "equip": "write dovetail.trainers.reuse.equip(trainer, loss=…)",
+}
+
+# Methods of a LightningModule, which this library never calls.
+_FOREIGN_METHODS: Mapping[str, str] = {
+    "training_step": "override train_step(self, batch)",
+    "validation_step": "override test_step(self, batch), or leave it out",
+    "configure_optimizers": "override get_optimizer(self, model) and get_lr_scheduler(self, config, optimizer)",
+    "train_dataloader": "give the loader to fit, or override get_train_loader",
+    "val_dataloader": "give the loader to fit, or override get_test_loader",
 }
 
 _HOOK = "derive from dovetail.compat.{}.Trainer, or give a callback"
@@ -134,7 +184,27 @@ HOOKS: Mapping[str, str] = {
             "train_model",
         )
     },
+    **_FOREIGN_METHODS,
     **{name: _HOOK.format("zae_engine") for name in ("metric_on_epoch_end", "check_better")},
+    # Methods of a LightningModule.
+    "training_step": "override train_step(batch), which returns a dict with the loss",
+    "validation_step": "override test_step(batch), which returns a dict of metrics",
+    "configure_optimizers": "override get_optimizer(model), or give the trainer optimizer=… and lr_scheduler=…",
+    **dict.fromkeys(("train_dataloader", "val_dataloader"), "give fit the data, fit(train_data, val_data)"),
+    "test_dataloader": "give evaluate the data",
+    "predict_dataloader": "give predict the data",
+    **{
+        name: f"give the trainer a callback with {hook}"
+        for name, hook in (
+            ("on_train_batch_start", "on_step_start"),
+            ("on_train_batch_end", "on_step_end"),
+            ("on_train_epoch_start", "on_epoch_start"),
+            ("on_train_epoch_end", "on_epoch_end"),
+            ("on_validation_epoch_end", "on_validation_end"),
+            ("training_epoch_end", "on_epoch_end"),
+            ("validation_epoch_end", "on_validation_end"),
+        )
+    },
 }
 
 # Methods that a decorator for PyMarlin overrides, and that this library never calls.
@@ -145,6 +215,7 @@ DECORATOR_HOOKS: Mapping[str, str] = {
     "_forward_backward": "override train_step or backward",
 }
 
+# Keywords of `fit`.
 FIT: Mapping[str, str] = {
     "epochs": _EPOCHS,
     "n_epochs": _EPOCHS,
@@ -167,16 +238,37 @@ FIT: Mapping[str, str] = {
     "eval_dataset": "val_data",
     "validation_split": "split the data, and give the one part as val_data",
     "validation_freq": "validation_period",
+    "check_val_every_n_epoch": "validation_period",
+    "val_check_interval": "validation_period",
+    "fast_dev_run": "dry_run",
+    "datamodule": "give its loaders as train_data and val_data",
+    "dataloaders": "train_data",
+    "steps_per_epoch": _OF_TRAINER.format("limit_train_batches"),
+    "validation_steps": _OF_TRAINER.format("limit_val_batches"),
+    "class_weight": "give the loss, criterion=CrossEntropyLoss(weight=…)",
     "ckpt_path": "resume",
     "resume_from_checkpoint": "resume",
     "checkpoint": "resume",
     **{
         name: _OF_TRAINER.format(name)
-        for name in ("batch_size", "callbacks", "learning_rate", "optimizer", "seed", "shuffle", "verbose")
+        for name in (
+            "batch_size",
+            "callbacks",
+            "learning_rate",
+            "limit_train_batches",
+            "limit_val_batches",
+            "max_time",
+            "optimizer",
+            "overfit_batches",
+            "seed",
+            "shuffle",
+            "verbose",
+        )
     },
     "lr": _OF_TRAINER.format("learning_rate"),
 }
 
+# Names of losses, mostly Keras'.
 LOSSES: Mapping[str, str] = {
     "categorical_crossentropy": "CrossEntropyLoss",
     "sparse_categorical_crossentropy": "CrossEntropyLoss",
@@ -193,6 +285,7 @@ LOSSES: Mapping[str, str] = {
     "poisson": "PoissonNLLLoss",
 }
 
+# Names of precisions in Lightning, Accelerate and Keras.
 PRECISIONS: Mapping[str, str] = {
     "bf16-mixed": "bf16",
     "bfloat16": "bf16",
@@ -208,6 +301,7 @@ PRECISIONS: Mapping[str, str] = {
     "float32": "fp32",
 }
 
+# Values of `resume` that are no paths.
 CHECKPOINTS: Mapping[str, str] = {
     **dict.fromkeys(("last", "latest", "newest"), "resume='auto' continues from the newest one"),
     "best": "the best one is named best_<checkpoint_name>",

@@ -57,6 +57,7 @@ class WatchedStep:
             loss = step(model, optimizer, examples, labels, loss_criterion, context)
         finally:
             watch.remove()
+        # A step through the context has already counted its update.
         if updates and optimizer not in context.run.batch.stepped:
             count_own_update(context, repr(self.strategy))
         return loss
@@ -103,7 +104,19 @@ def count_own_update(context: TrainingContext, name: str) -> None:
 
 
 def reject_two_steps(trainer: SingleProcessTrainer, strategy: TrainingStepStrategy) -> None:
-    """Raise if the step of a strategy would never be used; a strategy that accumulates or clips fits any step."""
+    """Raise if the step of a strategy would never be used; a strategy that accumulates or clips fits any step.
+
+    Raises:
+        ConfigError: A step is given twice, or code of the user would ignore the weights of samples or classes.
+    """
+    if trainer.options.sample_weight and trainer._train_step is not None:
+        raise ConfigError("sample_weight: the given train_step splits batches itself; weight its loss there")
+    for name, is_given in (
+        ("sample_weight", trainer.options.sample_weight),
+        ("class_weight", trainer.options.class_weight is not None),
+    ):
+        if is_given and not trainer._is_default("get_loss_criterion"):
+            raise ConfigError(f"{name}: get_loss_criterion of the subclass decides this; give one or the other")
     if is_plain(strategy):
         return
     # A method that calls `super()`, as a capability does, reaches the strategy.

@@ -46,9 +46,11 @@ def make_plan(
     run = context.run
     length, validation = arguments.get("max_length"), arguments.get("validation_period")
     saving = arguments.get("checkpoint_period")
+    # By default nothing is written: a folder `checkpoint` must not appear unless the user requested one.
     if saving is None and options.save_every != 0 and (saves_by_default or given & _SAVING_REQUESTS):
         saving = Epochs(1) if options.save_every == -1 else Batches(options.save_every)
     save = _period(saving, "checkpoint_period")
+    # A period of 0 turns off the checkpoints of this call.
     if saving is not None and save is None:
         run.saver = None
     elif run.saver is None and (save is not None or options.save_best):

@@ -52,13 +52,13 @@ class Precision:
         # By reference, not by id: another optimizer may get the id of one that was deleted.
         self._watched: WeakSet[Optimizer] = WeakSet()
 
-    def begin(self, *, anew: bool) -> None:
+    def start_run(self, *, is_new_run: bool) -> None:
         """Start a run: a new run with the initial scale, a continued one with the current scale."""
-        if self.scaler is None or not (anew or self._is_used):
+        if self.scaler is None or not (is_new_run or self._is_used):
             return
         # A new scaler: an error between unscaling and the update of the scale leaves the old one unusable.
         state, self.scaler, self._is_used = self.scaler.state_dict(), self._new_scaler(), False
-        if not anew:
+        if not is_new_run:
             self.scaler.load_state_dict(state)
 
     def autocast(self) -> torch.autocast:
@@ -84,6 +84,7 @@ class Precision:
         """Divide an optimizer's gradients by the scale; call it once per update, before clipping."""
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
+            # `GradScaler.update` fails if no optimizer was unscaled since its last call.
             self._is_used = True
 
     def step(self, optimizer: Optimizer) -> bool:

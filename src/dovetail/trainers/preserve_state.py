@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from dovetail.callbacks import Callback
-from dovetail.data import DataLoader
+from dovetail.data import DataLoader, StreamLoader
+from dovetail.data.named_sets import named_sets
 from dovetail.history import History
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.context import Stage, Stateful, TrainingContext, attached_objects
 from dovetail.trainers.metrics import Meter
 from dovetail.trainers.randomness import rng_state, set_rng_state
+from dovetail.trainers.run_scope import reading_set
 from dovetail.trainers.strategies.base import Strategy
 from dovetail.trainers.strategies.bundle import Strategies
 from dovetail.trainers.strategies.nesting import Nesting
@@ -97,11 +99,13 @@ def preserve_state(trainer: Trainer, **data: Any) -> Iterator[None]:
         state = copy.deepcopy(trainer.state_dict())
         sources = [source for stage in _READ_IN_TRAINING for source in _random_sources(trainer, stage)]
         modes = [(module, module.training) for module in model.modules()]
+        # References are enough: the loop replaces gradients and does not clear them in place.
         gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
         # The state of a model does not include buffers that are not persistent.
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
         callbacks, schedulers = context.callbacks, context.schedulers
         context.history, context.run.meter, context.run.saver = History(), Meter(), None
+        # Otherwise the launcher of a layer would start processes for the trial.
         context.process.stays_here = True
         # Copies, because an error would leave these in the middle of a window.
         context.run.window, context.run.batch = copy.deepcopy((context.run.window, context.run.batch))
@@ -138,6 +142,7 @@ def _save_attributes(attributes: Mapping[str, Any]) -> dict[str, tuple[Any, Any]
 
 
 def _restore_containers(saved: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
+    """Restore the contents of lists, dictionaries and sets, and return all attributes by name."""
     for value, content in saved.values():
         if isinstance(value, list):
             value[:] = content
@@ -150,13 +155,19 @@ def _restore_containers(saved: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
 def _random_sources(trainer: Trainer, stage: Stage) -> Iterator[tuple[Any, Any]]:
     """Yield the generators, samplers and loaders that determine the order of a stage's data, with their states."""
     core = cast("SingleProcessTrainer", trainer.core)
-    if trainer.context.run.data.get(stage) is None:
+    source = trainer.context.run.data.get(stage)
+    if source is None:
         return
-    loader = core._loader(stage)
+    for name, data in (named_sets(source) or {"": source}).items():
+        with reading_set(trainer.context, stage, name, data):
+            yield from _sources_of(core._loader(stage))
+
+
+def _sources_of(loader: Any) -> Iterator[tuple[Any, Any]]:
     for drawing in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
         generator = getattr(drawing, "generator", None)
         if isinstance(generator, torch.Generator):
             yield generator, generator.get_state()
-        # Our own loader has no position besides the trainer's progress.
-        if isinstance(drawing, Stateful) and not isinstance(drawing, DataLoader):
+        # Our own loaders have no position besides the trainer's progress.
+        if isinstance(drawing, Stateful) and not isinstance(drawing, (DataLoader, StreamLoader)):
             yield drawing, copy.deepcopy(drawing.state_dict())

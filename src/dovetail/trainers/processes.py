@@ -29,11 +29,11 @@ from dovetail.errors import ConfigError
 from dovetail.runtime.processes import describe_exit
 from dovetail.runtime.relay import (
     TrainingProcessError,
-    circumstances,
+    apply_worker_settings,
     load_error,
-    rebuilt,
+    rebuild_error,
     saved_error,
-    set_circumstances,
+    worker_settings,
 )
 from dovetail.runtime.signals import ignore_interrupts
 from dovetail.trainers.reuse import configure, reset
@@ -126,6 +126,7 @@ class RemoteJob:
         job: RemoteJob
         job, initial = pickle.loads(message)  # noqa: S301 - the caller sent these bytes through a pipe
         trainer = job.trainer
+        # Otherwise this process would start another one.
         trainer.options.max_concurrency = None
         callbacks = trainer.context.callbacks
         callbacks.remove(*[callback for callback in callbacks if isinstance(callback, ProgressDisplay)])
@@ -149,6 +150,7 @@ class RemoteJob:
     def take(self, result: Mapping[str, Any]) -> None:
         """Set the trainer to the state of the copy that ran."""
         trainer, context = self.trainer, self.trainer.context
+        # The same preparation as the copy had in its process, so that the loaded state fits.
         if self.is_new_run:
             reset(trainer)
             trainer._sampler = self.sampler
@@ -170,6 +172,7 @@ class RemoteJob:
                 yield f"{name} ({type(piece).__name__})", error
 
     def _pieces(self) -> Iterator[tuple[str, Any]]:
+        """Yield the parts of a job by the names that a user knows, to find the part that cannot be pickled."""
         trainer = self.trainer
         yield "trainset", self.trainset
         yield "sampler", self.sampler
@@ -225,7 +228,7 @@ def train_in_process(
         exit_code = _spawn(job.pack(), folder, limit)
         failure = Path(folder, _FAILURE)
         if failure.exists():
-            raise rebuilt(load_error(failure))
+            raise rebuild_error(load_error(failure))
         if exit_code != 0:
             guard = "; a program must start training below `if __name__ == '__main__':`" if 0 < exit_code < 128 else ""
             raise TrainingProcessError(f"the training process {describe_exit(exit_code)} without a result{guard}")
@@ -239,7 +242,7 @@ def _spawn(message: bytes, folder: str, limit: int) -> int:
     spawn = multiprocessing.get_context("spawn")
     theirs, ours = spawn.Pipe(duplex=False)
     # Not a daemon: a daemon may not have children, and so no data workers.
-    given = theirs, folder, circumstances(limit)
+    given = theirs, folder, worker_settings(limit)
     child = spawn.Process(target=_work, args=given, name="dovetail-training", daemon=False)
     with ours:
         with theirs:
@@ -257,6 +260,8 @@ def _spawn(message: bytes, folder: str, limit: int) -> int:
 
 
 def _end(child: SpawnProcess) -> None:
+    """End a child process: by SIGTERM, and after a grace period by SIGKILL."""
+    # SIGTERM ends training after the running update, with a checkpoint. SIGKILL follows if this takes too long.
     child.terminate()
     try:
         child.join(_GRACE)
@@ -269,12 +274,13 @@ def _work(connection: Connection, folder: str, found: Mapping[str, Any]) -> None
     """Run a child process: receive the job, train, and write the result or the error."""
     # The caller forwards Ctrl-C as one SIGTERM.
     ignore_interrupts()
-    set_circumstances(found)
+    apply_worker_settings(found)
     threading.Thread(target=_end_with_caller, daemon=True).start()
     try:
         with saved_error(Path(folder, _FAILURE)):
             store.save(Path(folder, _RESULT), RemoteJob.unpack(connection.recv_bytes()).run())
     finally:
+        # The caller removes the folder, unless it was killed.
         caller = multiprocessing.parent_process()
         if caller is not None and not caller.is_alive():
             shutil.rmtree(folder, ignore_errors=True)

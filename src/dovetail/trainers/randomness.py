@@ -19,6 +19,7 @@ def seed_everything(seed: int) -> None:
         True
     """
     random.seed(seed)
+    # NumPy accepts 32 bits only.
     np.random.seed(seed % 2**32)
     if torch.accelerator.is_available():
         torch.manual_seed(seed)

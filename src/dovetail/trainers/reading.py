@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any, cast
 
@@ -12,9 +12,12 @@ import torch
 import torch.utils.data as torch_data
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
-from dovetail.data import DataLoader, is_shared_already, iterate_from
+from dovetail.data import DataLoader, StreamLoader, is_shared_already, iterate_from
 from dovetail.data.generators import find_generators, generator_states, set_generator_states
+from dovetail.data.sharing import is_torchdata_loader
 from dovetail.data.slicing import rows_in_memory
+from dovetail.data.streams.loader import join_states
+from dovetail.data.streams.stateful import StatefulLoaderStream
 from dovetail.data.workers import WorkerStates
 from dovetail.errors import DataError
 from dovetail.trainers.context import Stateful
@@ -56,7 +59,7 @@ class Reader:
         if not isinstance(loader, torch_data.DataLoader) or isinstance(loader, DataLoader):
             return loader
         # A class that overrides `__iter__` must be iterated by its own method.
-        if type(loader).__iter__ is not torch_data.DataLoader.__iter__:
+        if type(loader).__iter__ is not torch_data.DataLoader.__iter__ and not is_torchdata_loader(loader):
             return loader
         copy = self._copies.get(loader)
         if copy is None:
@@ -76,6 +79,7 @@ class Reader:
             reads_ahead: True if the caller reads one batch ahead, to detect the last one.
         """
         state, self._restored = self._restored, None
+        # Checkpoints of earlier versions do not have `is_running`.
         if state is not None and state.get("is_running", is_running) != is_running:
             # The counters were reset since then: this is a new run, or the pass of a trial.
             state = None
@@ -89,11 +93,14 @@ class Reader:
         self, loader: Any, epoch: int, start: int, is_running: bool, state: dict[str, Any] | None
     ) -> Iterable[Any]:
         """Return the batches of a new pass, or the rest of the pass that `state` belongs to."""
+        if isinstance(loader, StreamLoader):
+            return self._stream_batches(loader, epoch, start, state if is_running else None)
         _set_epoch(loader, epoch)
         if state is None:
             self._start = self._sources(loader) if self._resumable else None
             fresh: Iterable[Any] = self._stateful_batches(loader, None, None) if keeps_place(loader) else loader
             return fresh
+        # The random state that training continues with. Drawing the order again, below, changes the global generators.
         now = rng_state()
         if is_running and state["rng"] is not None:
             set_rng_state(state["rng"])
@@ -107,6 +114,7 @@ class Reader:
             batches = self._stateful_batches(loader, state, now)
         else:
             batches = cast(Iterable[Any], iterate_from(loader, start) if is_running else loader)
+        # After the order was drawn: the generators of the dataset continue from the last sample that was read.
         if state.get("private_now"):
             set_generator_states(_private_sources(loader), state["private_now"])
         if is_running:
@@ -116,6 +124,37 @@ class Reader:
                 batches = _read_first(batches)
             set_rng_state(now)
         return batches
+
+    def _stream_batches(
+        self, loader: StreamLoader, epoch: int, start: int, state: dict[str, Any] | None
+    ) -> Iterable[Any]:
+        """Return the batches of a stream: of a new pass, or the samples that no process has used in the running one."""
+        loader.set_epoch(epoch)
+        self._start = None
+        if state is None:
+            return loader
+        saved = state.get("stream")
+        if saved is None and state["loader"] is not None and isinstance(loader.stream, StatefulLoaderStream):
+            # One process has read this loader before, without dividing it.
+            saved = _undivided(loader, start, state["loader"])
+        if saved is None:
+            raise DataError(
+                "the checkpoint was written within an epoch of other data than this stream: continue with the same "
+                "data, or start a new run"
+            )
+        loader.load_state_dict(saved)
+        batches = iter(loader)
+        if state.get("ahead") is not None:
+            now = rng_state()
+            set_rng_state(state["ahead"])
+            batches = _read_first(batches)
+            set_rng_state(now)
+        return batches
+
+    @property
+    def reads_stream(self) -> bool:
+        """Whether the state that the next pass continues is the position of a divided stream."""
+        return self._restored is not None and self._restored.get("stream") is not None
 
     def state_dict(self, loader: Any, *, is_running: bool) -> dict[str, Any]:
         """Return the state from which the rest of the running pass, or the whole next pass, can be read.
@@ -127,15 +166,21 @@ class Reader:
         if self._restored is not None:
             # Nothing was read since the state was restored, so the loader, if it exists, is not at that position.
             return self._restored
+        # The batch that was read ahead is not trained yet, so a resumed run must read it again.
         if is_running and self._before_ahead is not None:
             return self._before_ahead
         loader = self._loader if self._loader is not None else loader
+        if isinstance(loader, StreamLoader):
+            # A position needs no random state: nothing is read again.
+            empty = dict.fromkeys(("rng", "generator", "sampler", "loader", "ahead"))
+            return {**empty, "is_running": is_running, "stream": loader.state_dict() if is_running else None}
         state = {
             **((self._start if is_running else None) or self._sources(loader)),
             "is_running": is_running,
             "loader": None,
             "ahead": None,
         }
+        # A resumed pass skips finished samples without reading them, so it cannot recompute these states.
         if is_running and _reads_by_index(loader):
             state["private_now"] = generator_states(_private_sources(loader))
         if isinstance(loader, DataLoader):
@@ -153,6 +198,8 @@ class Reader:
         """Return whether passes over `loader` depend on anything besides the loader's own seed."""
         if self._restored is not None:
             return True
+        if isinstance(loader, StreamLoader):
+            return False
         return loader is not None and not (
             isinstance(loader, DataLoader) and loader.is_seeded and not loader.num_workers
         )
@@ -172,9 +219,12 @@ class Reader:
         self._loader = self._start = self._restored = self._workers = self._before_ahead = None
 
     def inexact(self, loader: Any) -> str | None:
-        """Return why a run over `loader` may not resume exactly; None if it does, or if this was already reported."""
+        """Return why a run over `loader` may not resume exactly, or what it reads again; None if it was reported."""
         if self._checked is not None and self._checked() is loader:
             return None
+        if isinstance(loader, StreamLoader):
+            self._checked = weakref.ref(loader)
+            return loader.note
         if isinstance(loader, torch_data.DataLoader):
             self._checked = weakref.ref(loader)
             return _inexact(loader)
@@ -248,7 +298,20 @@ def _read_first(batches: Iterable[Any]) -> Iterator[Any]:
 
 def keeps_place(loader: Any) -> bool:
     """Return whether a user's loader has its own `state_dict`."""
-    return not isinstance(loader, DataLoader) and isinstance(loader, Stateful)
+    return not isinstance(loader, (DataLoader, StreamLoader)) and isinstance(loader, Stateful)
+
+
+def join_positions(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the state of the first of several processes, with the positions of all of them in a stream."""
+    streams = [state.get("stream") for state in states]
+    return {**states[0], "stream": None if None in streams else join_states(cast("list[Any]", streams))}
+
+
+def _undivided(loader: StreamLoader, num_batches: int, state: Any) -> dict[str, Any]:
+    """Return the state of a divided stream from the state of its loader in a single process."""
+    part = {"epoch": loader.epoch, "pieces": [[0, num_batches, 1, num_batches, state]]}
+    process = {"readers": [{"parts": [part], "number": num_batches, "generators": {}}], "next": 0}
+    return {"epoch": loader.epoch, "world": 1, "processes": [process]}
 
 
 def _place(loader: Any, state: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> None:
@@ -276,6 +339,7 @@ def _set_epoch(loader: Any, epoch: int) -> None:
 
 
 def _set_sources(loader: Any, state: Mapping[str, Any]) -> None:
+    """Restore the generators and samplers that determine the order of a pass; warn if one no longer exists."""
     if state["generator"] is not None and getattr(loader, "generator", None) is not None:
         loader.generator.set_state(state["generator"])
     if state["sampler"] is not None and isinstance(getattr(loader, "sampler", None), Stateful):
@@ -308,6 +372,9 @@ def _private_sources(loader: Any, *, with_order: bool = False) -> dict[str, Any]
 
 def _load(loader: DataLoader[Any], state: Mapping[str, Any]) -> None:
     """Restore the state of this library's loader, if the state is of the same share of the batches."""
+    if isinstance(loader.dataset, IterableDataset):
+        _check_workers(loader, state)
+    # With another number of processes, the trainer divides the rest of the epoch again.
     if state.get("reader") is None or list(state["share"]) != [loader.num_replicas, loader.rank]:
         return
     try:
@@ -318,6 +385,20 @@ def _load(loader: DataLoader[Any], state: Mapping[str, Any]) -> None:
             "uninterrupted run",
             UserWarning,
             stacklevel=2,
+        )
+
+
+def _check_workers(loader: DataLoader[Any], state: Mapping[str, Any]) -> None:
+    """Raise if another number of workers would read other samples of a stream than the ones that are left."""
+    reader = state.get("reader")
+    if reader is None or not reader["position"] or not reader.get("workers"):
+        return
+    saved = len(reader["workers"]["start"])
+    if max(saved, 1) != max(loader.num_workers, 1):
+        raise DataError(
+            f"num_workers: the checkpoint was written within an epoch of a stream that {saved} workers divided, and "
+            f"{loader.num_workers} workers would lose some samples and repeat others: expected num_workers={saved}, a "
+            "checkpoint at the end of an epoch, or a dataset with the methods of dovetail.data.Stream"
         )
 
 
@@ -334,6 +415,7 @@ def _check_form(state: Mapping[str, Any]) -> None:
     for name in ("private", "private_now"):
         _expect(Mapping, name, state.get(name))
     _expect(list, "workers", state.get("workers"))
+    _check_stream(state.get("stream"))
     reader = state.get("reader")
     if reader is None:
         return
@@ -353,6 +435,20 @@ def _check_form(state: Mapping[str, Any]) -> None:
         raise ValueError(f"share: expected two numbers, got {state['share']!r}")
 
 
+def _check_stream(state: Any) -> None:
+    _expect(Mapping, "stream", state)
+    if state is None:
+        return
+    _expect(int, "stream.epoch", state["epoch"])
+    _expect(int, "stream.world", state["world"])
+    for process in state["processes"]:
+        _expect(int, "stream.next", process["next"])
+        for reader in process["readers"]:
+            _expect(int, "stream.number", reader["number"])
+            _expect(list, "stream.parts", reader["parts"])
+            _expect(Mapping, "stream.generators", reader["generators"])
+
+
 _BYTES = torch.Tensor
 
 
@@ -365,11 +461,12 @@ def _expect(kind: Any, name: str, value: Any) -> None:
 
 
 def _inexact(loader: torch_data.DataLoader[Any]) -> str | None:
+    """Return why a resumed run over a loader may differ from an uninterrupted one, or None."""
     if not loader.num_workers or (isinstance(loader, DataLoader) and rows_in_memory(loader) is not None):
         return None
     name = type(loader).__name__
     if not loader.in_order:
-        return f"{name}(in_order=False) hands out batches as its workers finish them"
+        return f"{name}(in_order=False) returns batches in the order in which its workers finish them"
     if isinstance(loader, DataLoader):
         if loader.num_replicas > 1 and find_generators(dataset=loader.dataset, collate_fn=loader.collate_fn):
             return (

@@ -15,7 +15,8 @@ from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.registry import Registry
 from dovetail.trainers.catalog import losses, optimizers, schedulers
 from dovetail.trainers.options import TrainerOptions
-from dovetail.trainers.schedules import Schedule
+from dovetail.trainers.schedules import RunSchedule, Schedule
+from dovetail.trainers.schedules.whole_run import SHAPES
 from dovetail.trainers.strategies import (
     base,
     data_loader,
@@ -40,13 +41,14 @@ from dovetail.trainers.strategies.adapters import (
     as_criterion,
 )
 from dovetail.trainers.strategies.bundle import ROLES, Strategies
+from dovetail.trainers.strategies.weighting import weighted
 
 # By role, the arguments of a trainer that would have no effect beside a strategy of that role.
 CONFLICTS: dict[str, frozenset[str]] = {
-    "loss": frozenset({"loss_function"}),
+    "loss": frozenset({"loss_function", "sample_weight", "class_weight"}),
     "optimizer": frozenset({"optim_function", "momentum", "weight_decay"}),
-    "lr_scheduler": frozenset({"lr_scheduler", "scheduler_step_on_batch"}),
-    "data_loader": frozenset({"shuffle", "drop_last", "num_workers"}),
+    "lr_scheduler": frozenset({"lr_scheduler", "warmup", "scheduler_step_on_batch"}),
+    "data_loader": frozenset({"shuffle", "drop_last", "num_workers", "collate_fn", "overfit_batches"}),
 }
 
 # Arguments of a constructor that are other names of options.
@@ -66,6 +68,7 @@ def make_strategies(given: Mapping[str, Any], options: TrainerOptions, names: Co
     """
     from_user = {role: as_strategy(role, piece) for role, piece in given.items() if piece is not None}
     others = {role: strategy_from_options(role, options) for role in ROLES if role not in from_user}
+    # Only `given` ones exclude options; an assigned option replaces the others.
     strategies = Strategies(**from_user, **others, given=frozenset(from_user))
     check_conflicts(strategies, names)
     return strategies
@@ -95,21 +98,43 @@ def options_from(
 def strategy_from_options(role: str, options: TrainerOptions) -> Any:
     """Return the strategy that the options describe, or None for testing, which evaluates with the metrics."""
     if role == "loss":
-        return CallableLossStrategy(as_criterion(options.loss_function))
+        return CallableLossStrategy(weighted(as_criterion(options.loss_function), options))
     if role == "optimizer":
         return OptionOptimizerStrategy(
             options.optim_function, options.learning_rate, options.weight_decay, options.momentum
         )
     if role == "lr_scheduler":
-        scheduler = options.lr_scheduler
+        scheduler = _scheduler_from_options(options)
         if scheduler is None:
             return lr_scheduler.NoSchedulerStrategy()
         return OptionSchedulerStrategy(scheduler, on_batch=options.scheduler_step_on_batch)
     if role == "data_loader":
-        return OptionLoaderStrategy(options.shuffle, options.drop_last, options.num_workers)
+        shuffles = options.shuffle and not options.overfit_batches
+        return OptionLoaderStrategy(shuffles, options.drop_last, options.num_workers, options.collate_fn)
     if role == "training_step":
         return training_step.DefaultTrainingStepStrategy()
     return model_update.NoOpUpdateStrategy() if role == "model_update" else None
+
+
+def _scheduler_from_options(options: TrainerOptions) -> Any:
+    """Return the value of the option `lr_scheduler`, with the warm-up if one is given.
+
+    Raises:
+        ConfigError: A warm-up is given, and the schedule is not one over the length of the run.
+    """
+    scheduler, warmup = options.lr_scheduler, options.warmup
+    if not warmup:
+        return scheduler
+    if scheduler is None:
+        return RunSchedule("constant", warmup)
+    if isinstance(scheduler, str) and scheduler in SHAPES:
+        return RunSchedule(scheduler, warmup)
+    if isinstance(scheduler, RunSchedule):
+        raise ConfigError(f"warmup: {scheduler!r} has its own; give one or the other")
+    raise ConfigError(
+        f"warmup: expected lr_scheduler={', '.join(map(repr, SHAPES))} or None, got {scheduler!r}; "
+        "WarmupSchedulerStrategy adds a warm-up to any scheduler"
+    )
 
 
 def check_conflicts(strategies: Strategies, names: Collection[str]) -> None:
@@ -120,11 +145,21 @@ def check_conflicts(strategies: Strategies, names: Collection[str]) -> None:
                 raise ConfigError(f"{name}: {getattr(strategies, role)!r} decides this; give one or the other")
 
 
+def has_default_loss(strategies: Strategies, given: Collection[str]) -> bool:
+    """Return whether the user chose no loss: neither a strategy nor an option, or a strategy that has none."""
+    loss = strategies.loss
+    if type(loss) is loss_criterion.DefaultLossCriterionStrategy and loss.loss_fn is None:
+        return True
+    return "loss" not in strategies.given and "loss_function" not in given
+
+
 def check_owned(optimizer: Any, model: nn.Module | None, criterion: Any) -> None:
     """Raise if the optimizer is an object without any parameter of the model or the criterion."""
     given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    # A name, a class or a callable is called with the right parameters later; only an object can have wrong ones.
     if model is None or not all(isinstance(it, Optimizer) for it in given):
         return
+    # An optimizer of the parameters of a loss alone is fine.
     modules = [it for it in (model, criterion) if isinstance(it, nn.Module)]
     owned = {parameter for module in modules for parameter in module.parameters()}
     if owned.isdisjoint(parameter for it in given for group in it.param_groups for parameter in group["params"]):
@@ -164,19 +199,24 @@ def as_strategy(role: str, given: Any) -> Any:
         CompositeUpdateStrategy(strategies=[StateTrackingUpdateStrategy(), CallableUpdateStrategy(function=repr)])
     """
     form = _FORMS[role]
+    # A list: build each part, then combine them.
     if form.compose is not None and isinstance(given, form.lists):
         return form.compose(given)
+    # A name: strategies of this library come before the classes of torch.
     named = {name: it for name, it in vars(form.module).items() if isinstance(it, type) and issubclass(it, form.kind)}
     if isinstance(given, str):
         if given not in named and form.names is None:
             raise UnknownNameError(f"{role} strategy", given, named)
         given = named[given] if given in named else cast("Registry[Any]", form.names).get(given)
+    # A class of a strategy: this works if all of its arguments have defaults.
     if isinstance(given, type) and issubclass(given, base.Strategy):
         given = given()
     if isinstance(given, form.kind):
         return given
+    # Otherwise a callable strategy of another role would be wrapped as a plain function.
     if isinstance(given, base.Strategy):
         raise ConfigError(f"{role}_strategy: expected a {form.kind.__name__}, got the {given.role} strategy {given!r}")
+    # Anything else is wrapped by the adapter of its role.
     if isinstance(given, form.objects) or callable(given):
         return form.adapter(given)
     accepted = form.accepted or f"a {form.kind.__name__}, its class or name, or a callable"

@@ -21,6 +21,7 @@ from dovetail.trainers.base import Trainer
 from dovetail.trainers.context import BatchState, Plan, Stage, Window
 from dovetail.trainers.metrics import Meter
 from dovetail.trainers.preserve_state import layers, preserve_attributes, strategies_of
+from dovetail.trainers.schedules.whole_run import set_run_lengths
 from dovetail.trainers.strategies.bundle import Strategies
 from dovetail.units import Epochs
 
@@ -85,12 +86,15 @@ def forecast_epoch(trainer: Trainer, **requested: Any) -> EpochForecast:
         follows_metric = any(bound.takes_metric for bound in context.schedulers)
         if num_batches is not None:
             optimizers, is_over = context.optimizers, plan.max_length.reached(progress)
+            # If nothing is left to train, show the epoch that would follow.
             planned = replace(plan, max_length=Epochs(progress.epoch + 1)) if is_over else plan
             context.run.plan = planned
+            set_run_lengths(cast("SingleProcessTrainer", trainer.core))
             rehearsal = _Rehearsal(trainer, num_batches, batch_size)
             loop.run_epoch(rehearsal, planned)
             updates, validations = rehearsal.num_updates, rehearsal.num_validations
             checkpoints = tuple(rehearsal.checkpoints)
+            # The `scheduler_step` of a user may have effects that cannot be undone, so it was not called.
             if is_ours(trainer, "scheduler_step"):
                 end_rate = _rate(optimizers)
         return EpochForecast(
@@ -110,7 +114,7 @@ def forecast_epoch(trainer: Trainer, **requested: Any) -> EpochForecast:
 
 
 def owners_of(trainer: Trainer, name: str) -> tuple[list[type[Any]], bool]:
-    """Return the classes that override a verb or seam, outermost first, and whether they all call `super()`."""
+    """Return the classes that override a method, the outermost first, and whether they all call `super()`."""
     found: list[type[Any]] = []
     for cls in trainer._customized_by(name):
         found.append(cls)
@@ -199,6 +203,7 @@ class _Rehearsal(Trainer):
         run.checked = context.progress.copy()
         if run.saver is not None:
             run.saver = copy.copy(run.saver)
+            # Validations have no metrics here, so none is the best.
             run.saver.keep_best = False
 
     def train_step(self, batch: Any) -> Mapping[str, Any]:

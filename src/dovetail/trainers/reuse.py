@@ -39,6 +39,7 @@ def reset(trainer: SingleProcessTrainer) -> None:
         optimizer.state.clear()
     context.optimizers.clear()
     context.schedulers.clear()
+    # The next plan creates a saver that does not know the best value of this run.
     context.run.validated_at, context.run.validation, context.run.saver = -1, {}, None
     trainer._data.reset()
 
@@ -63,6 +64,7 @@ def fit_new_run(
     if config is not None:
         configure(trainer, config)
     trainer._sampler = sampler
+    # The sampler may be another one for the same dataset, by which loaders are found.
     trainer._data.forget_loaders()
     trainer.fit(trainset)
 
@@ -88,6 +90,7 @@ def equip(trainer: SingleProcessTrainer, **strategies: Any) -> None:
     context.run.loss_is_default &= "loss" not in strategies
     if not trainer.strategies.is_set_up:
         raise ConfigError("equip: the trainer is closed: its strategies are torn down; make a new one")
+    # This finalizer tears down the present strategies; `_follow_strategies` creates one for the new ones.
     trainer._closing.detach()
     if trainer._strategy_hooks is not None:
         context.callbacks.remove(trainer._strategy_hooks)
@@ -102,6 +105,7 @@ def equip(trainer: SingleProcessTrainer, **strategies: Any) -> None:
         added.setup(context)
     trainer.strategies.is_set_up = True
     trainer._follow_strategies()
+    # The next setup builds it from the new loss strategy.
     trainer.criterion = None
     if trainer._strategy_hooks is not None:
         context.callbacks.add(trainer._strategy_hooks, first=True)

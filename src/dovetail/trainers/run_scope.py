@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 def running(trainer: Trainer, stage: Stage) -> Iterator[None]:
     """Make `trainer` the outermost layer from setup to teardown; inside a running `fit` do nothing."""
     context = trainer.context
+    # `evaluate` or `predict` was called inside of a run, which has its own setup and teardown.
     if context.run.trainer is not None:
         yield
         return
@@ -32,6 +33,7 @@ def running(trainer: Trainer, stage: Stage) -> Iterator[None]:
         yield
     except BaseException as error:
         failure = error
+        # An error in `setup` has no position in the data.
         if is_ready:
             _note_place(context, stage, error)
         if isinstance(error, NotImplementedError) and "training_step" in dir(context.model):
@@ -43,6 +45,7 @@ def running(trainer: Trainer, stage: Stage) -> Iterator[None]:
         try:
             trainer.teardown(failure)
         finally:
+            # Also if teardown fails: otherwise the next `fit` would find a running trainer and skip its setup.
             context.run.trainer, context.run.closure = None, None
             context.run.batch.stepped.clear()
             context.run.is_in_epoch = False
@@ -67,6 +70,7 @@ def evaluating(context: TrainingContext, stage: Stage) -> Iterator[None]:
         raise
     finally:
         context.stage = stage_before
+        # One by one: `model.train()` would also switch submodules that the user put in evaluation mode.
         for module, training in modes:
             module.training = training
         set_rng_state(randomness)
@@ -77,6 +81,7 @@ def custom_evaluation(trainer: Trainer, stage: Stage = "test", data: Any = None)
     """Prepare a trainer for a pass over data that the caller computes; the state of training does not change."""
     context = trainer.context
     with ExitStack() as stack:
+        # In this order: setup places the model, and evaluation mode follows.
         for state in (lend_data(context, stage, data), running(trainer, stage), evaluating(context, stage)):
             stack.enter_context(state)
         # The precision is known once the trainer is set up.
@@ -101,6 +106,17 @@ def lend_data(context: TrainingContext, stage: Stage, data: Any) -> Iterator[Non
         context.run.data[stage] = before
 
 
+@contextmanager
+def reading_set(context: TrainingContext, stage: Stage, name: str, data: Any) -> Iterator[None]:
+    """Make one of the data sets of a stage the data of the stage, and restore all of them afterwards."""
+    run = context.run
+    before, run.data[stage], run.data_set = run.data.get(stage), data, name
+    try:
+        yield
+    finally:
+        run.data[stage], run.data_set = before, ""
+
+
 def _note_place(context: TrainingContext, stage: Stage, error: BaseException) -> None:
     """Add the position in the run to an error, unless a pass inside the run has done so."""
     if any(note.startswith("while ") for note in getattr(error, "__notes__", ())):
@@ -115,6 +131,7 @@ def _note_place(context: TrainingContext, stage: Stage, error: BaseException) ->
     add_note(error, f"while {_DOING[stage]}{place}")
 
 
+# A LightningModule without `forward` raises NotImplementedError when it is called.
 _LIGHTNING = (
     "the trainer calls the model's forward, and never its training_step: docs/migration/lightning.md shows what a "
     "LightningModule becomes"

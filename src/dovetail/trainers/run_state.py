@@ -19,6 +19,7 @@ from dovetail.units import Progress, TrainUnit
 if TYPE_CHECKING:
     from dovetail.checkpoint.shards import Peers
     from dovetail.trainers.base import Trainer
+    from dovetail.trainers.frozen import FrozenBase
     from dovetail.trainers.saving import Saver
 
 
@@ -105,9 +106,11 @@ class RunState:
         trainer: The layer on which `fit`, `evaluate` or `predict` was called; None if nothing runs.
         plan: Length and periods of the running `fit`.
         data: The data of each stage.
+        data_set: The name of the data set that is evaluated, if a stage has several; else empty.
         metrics: Metrics over whole passes, by name.
         id: Identifies the checkpoints of this run among others in the folder; a resumed run keeps it.
         saver: Writes the checkpoints; None means that none are written.
+        base: The tensors that checkpoints leave out; None means that checkpoints hold the whole model.
         participants: More objects whose state is part of checkpoints, by name.
         window: The accumulation window.
         batch: The running batch.
@@ -115,6 +118,8 @@ class RunState:
         is_in_epoch: False between epochs, when `progress.epoch` already counts the epoch that has just ended.
         is_one_of_many: True if many short runs share this trainer, so that compiling for one of them does not pay.
         meter: The training metrics of the running epoch.
+        validation_names: The full names of the numbers of a validation; a name that ends with an underscore is the
+            start of several. None if they are unknown before the first validation.
         validation: The metrics of the last validation, by their full names.
         validated_at: Batches before the last validation; -1 before the first.
         checked: Progress at the last check of what is due.
@@ -131,28 +136,36 @@ class RunState:
         interrupted: True if the running epoch ended before its last batch, by a stop or by `max_length`.
     """
 
+    # The run and its parts.
     trainer: Trainer | None = None
     plan: Plan | None = None
     data: dict[str, Any] = field(default_factory=dict)
+    data_set: str = ""
     metrics: dict[str, Metric] = field(default_factory=dict)
     id: str = ""
     saver: Saver | None = None
+    base: FrozenBase | None = None
     participants: dict[str, Stateful] = field(default_factory=dict)
+    # The running epoch and batch.
     window: Window = field(default_factory=Window)
     batch: BatchState = field(default_factory=BatchState)
     num_items: Any = 0
     is_in_epoch: bool = False
     is_one_of_many: bool = False
     meter: Meter = field(default_factory=Meter)
+    # Validations, periods and phases.
+    validation_names: tuple[str, ...] | None = None
     validation: dict[str, float] = field(default_factory=dict)
     validated_at: int = -1
     checked: Progress = field(default_factory=Progress)
     phases: tuple[Phase, ...] = (Phase(0),)
     is_detached: bool = False
+    # Properties of the parts that the loop needs.
     loss_is_default: bool = False
     metrics_are_default: bool = False
     needs_closure: bool = False
     closure: Any = None
+    # Requests to stop.
     stop_reason: str | None = None
     signal: int | None = None
     stop_request: tuple[str, int | None] | None = None
@@ -195,6 +208,7 @@ class RunState:
 
     def end(self, reason: str, signal: int | None = None) -> None:
         """End training after the running update; called in every process. The first reason is kept."""
+        # The first reason wins; a signal that arrives later is still reported.
         if self.stop_reason is None:
             self.stop_reason = reason
         self.signal = self.signal or signal

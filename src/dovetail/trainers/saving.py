@@ -17,6 +17,7 @@ from dovetail.errors import CheckpointError, ConfigError, UnknownNameError, add_
 from dovetail.history import History
 from dovetail.trainers import other_libraries
 from dovetail.trainers.fitting import restoring
+from dovetail.trainers.frozen import with_base
 from dovetail.trainers.options import TrainerOptions
 from dovetail.units import Progress
 
@@ -96,6 +97,7 @@ class Saver:
     def with_options(self, options: TrainerOptions) -> Saver:
         """Return a saver for other options; it keeps the state if directory and names are the same."""
         other = Saver.from_options(options)
+        # Other paths mean other checkpoints, about which nothing is known.
         if (other.directory, other.name) == (self.directory, self.name):
             other.saved_at, other.owes = self.saved_at, self.owes
             other.best, other.best_of = self.best, self.best_of
@@ -119,6 +121,7 @@ class Saver:
         value = metrics.get(monitor)
         if value is None and metrics and self.monitor is not None:
             raise UnknownNameError("metric for best_metric", monitor, metrics)
+        # NaN is never the best, and would make every later comparison false.
         if value is None or value != value:
             return
         mode = self.mode or mode_of(monitor)
@@ -170,7 +173,10 @@ class Saver:
         self.best_of = state.get("best_of")
 
     def _monitor(self, metrics: Mapping[str, float]) -> str:
-        return self.monitor or ("valid_accuracy" if "valid_accuracy" in metrics else "valid_loss")
+        known = [name for name in ("valid_accuracy", "valid_loss") if name in metrics]
+        # Of several validation sets, the first one decides.
+        known += [name for end in ("_accuracy", "_loss") for name in metrics if name.endswith(end)]
+        return self.monitor or (known[0] if known else "valid_loss")
 
 
 def checkpoint(trainer: Trainer, *, due: bool, final: bool = False) -> None:
@@ -196,6 +202,8 @@ def checkpoint(trainer: Trainer, *, due: bool, final: bool = False) -> None:
         saver.improved = False
         save(trainer, saver.best_path)
     if saver.owes:
+        # Before the write: the checkpoint must not record itself as pending. If the write fails with a warning, the end
+        # of training finds no position and tries again.
         saver.owes, saver.saved_at = False, None
         if _write(trainer, saver.path(progress)):
             saver.saved_at = _position(progress)
@@ -212,8 +220,11 @@ def _write(trainer: Trainer, path: Path) -> bool:
     context, saver = trainer.context, trainer.context.run.saver
     # All processes of a run compute the state; one of them writes it, unless each holds a part of it.
     state = trainer.state_dict()
+    if context.run.base is not None and context.model is not None:
+        state = context.run.base.without(state, context.model)
     if not context.process.is_main and context.process.peers is None:
         return True
+    # The history on the disk must not be older than the checkpoint.
     context.history.sync()
     summary = {
         "run": context.run.id,
@@ -221,6 +232,7 @@ def _write(trainer: Trainer, path: Path) -> bool:
         **context.progress.state_dict(),
         "metrics": _latest_metrics(context.history),
     }
+    # One write at a time: `finish` waits for the previous one and calls the callbacks for it.
     if saver is not None and saver.in_background:
         finish(trainer)
         saver.writer = saver.writer or store.AsyncWriter(on_error=saver.on_error)
@@ -274,11 +286,13 @@ def load(trainer: Trainer, path: Path) -> None:
 
 
 def _restore(trainer: Trainer, path: Path, state: dict[str, Any]) -> None:
+    """Load a state into a trainer; errors name the file of the checkpoint."""
     try:
         with restoring("the state"):
-            trainer.load_state_dict(state)
+            trainer.load_state_dict(with_base(state, trainer.context.model))
     except CheckpointError as error:
         raise CheckpointError(f"{path / STATE}: {error}") from error
+    # An error of user code keeps its type; the note has the path.
     except Exception as error:
         add_note(error, f"the checkpoint is {path}")
         raise
@@ -308,6 +322,7 @@ def resume(trainer: Trainer, source: str | Path) -> None:
         saver.saved_at = _position(context.progress)
     # No process writes or removes files before every process has read the checkpoint.
     trainer.settle()
+    # The run was killed after it wrote the best checkpoint and before it wrote the periodic one.
     if saver.owes:
         if context.process.is_main:
             saver.attach(context.history)

@@ -1,11 +1,10 @@
-"""Single-process trainer: all verbs of the loop, and the seams that subclasses override."""
+"""Single-process trainer: all verbs of the loop, and further methods that subclasses override."""
 
 from __future__ import annotations
 
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -14,11 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dovetail.callbacks.base import Callbacks
-from dovetail.data import (
-    as_loader,
-    split_batch,
-)
+from dovetail.data import as_loader
 from dovetail.errors import CheckpointError, ConfigError, DataError, add_note
 from dovetail.history import History
 from dovetail.trainers import base, loop
@@ -27,41 +22,46 @@ from dovetail.trainers.attributes import (
     OptionAssignment,
     batch_mover,
     clipping_of,
+    frozen_base,
     warn_of_near_names,
 )
 from dovetail.trainers.bound_scheduler import step_schedulers
 from dovetail.trainers.catalog import classifies, is_torch_loss
 from dovetail.trainers.context import Plan, Stage, TrainingContext, Window, stop_deferring
 from dovetail.trainers.data_handling import TrainerData
-from dovetail.trainers.devices import as_device, check_device
-from dovetail.trainers.diagnosis import no_targets
-from dovetail.trainers.loaders import form_loader
-from dovetail.trainers.metrics import Meter, accuracy, as_metrics
+from dovetail.trainers.devices import as_device, place_model
+from dovetail.trainers.diagnosis import as_output, explain_failure, no_targets
+from dovetail.trainers.export import ExportFormat, export_model
+from dovetail.trainers.loaders import form_loader, source_of
+from dovetail.trainers.metrics import Meter, as_metrics
 from dovetail.trainers.modules import as_module, forward
+from dovetail.trainers.named_batches import NamedBatch, named_batch, predictions_of
 from dovetail.trainers.optimization import Optimization
 from dovetail.trainers.options import as_mode
 from dovetail.trainers.own_steps import reject_two_steps, watch_step
 from dovetail.trainers.planning import make_plan
 from dovetail.trainers.randomness import seed_everything
-from dovetail.trainers.recipe import SPELLINGS, check_owned, make_strategies, options_from
+from dovetail.trainers.recipe import SPELLINGS, check_owned, has_default_loss, make_strategies, options_from
+from dovetail.trainers.run_metrics import prepare_run_metrics
 from dovetail.trainers.snapshot import load_weights, restore_state, save_weights, take_state
 from dovetail.trainers.stepping import make_update
-from dovetail.trainers.strategies.loss_criterion import DefaultLossCriterionStrategy
 from dovetail.trainers.strategies.training_step import is_plain
+from dovetail.trainers.strategies.weighting import WeightedLoss, batch_splitter, find_weighted, weighted_output
 from dovetail.units import TrainUnit
 
 _T = TypeVar("_T", bound="SingleProcessTrainer")
 
-StepFunction = Callable[[Any, Any], Mapping[str, Any]]
+StepFunction = Callable[[Any, Any], Mapping[str, Any] | Tensor]
 
 
 class SingleProcessTrainer(base.Trainer, OptionAssignment):
-    """Implements every verb of the loop for one model in one process, and the seams that a subclass may override.
+    """Implements every verb of the loop for one model in one process, and further methods for subclasses to override.
 
     It has the same arguments as `Trainer`.
     """
 
     _has_defaults = True
+    _weighted: WeightedLoss | None = None
 
     def __init__(
         self,
@@ -89,6 +89,7 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
         spelled = {"criterion": criterion, "optimizer": optimizer, "scheduler": scheduler}
         written = {*options, *(name for name, piece in spelled.items() if piece is not None)}
         self.options = options_from(options, spelled, _CONSTRUCTOR_NAMES).bound_to(self)
+        # The names of options, for any spelling in the call.
         self._given = frozenset(SPELLINGS.get(name, name) for name in written)
         self._optimization = Optimization()
         # Runs may be many and short: attribute names are checked only after an attribute was added.
@@ -97,18 +98,13 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
             # Seed before the model is built, so that its initial weights are reproducible.
             seed_everything(self.options.seed)
         own_device = as_device(device, self.options.device_id if "device_id" in options else None)
-        if device is not None and "device_id" in options and as_device(None, self.options.device_id) != own_device:
-            raise ConfigError(f"device_id: device={device!r} names another device; give one or the other")
         self.context = context = TrainingContext(as_module(model), own_device)
-        context.run.window = Window(self.options.accumulation_steps)
-        context.run.data = {
-            "train": self.options.train_dataset,
-            "valid": self.options.val_dataset,
-            "test": self.options.test_dataset,
-        }
+        context.run.window, context.run.base = Window(self.options.accumulation_steps), frozen_base(self.options)
+        context.run.data = self.options.datasets
         context.config = {"epochs": self.options.num_epochs, "batch_size": self.options.batch_size}
         if "learning_rate" in options:
             context.config["lr"] = self.options.learning_rate
+        # `configure` starts from these values for every run.
         self._own_config = dict(context.config)
         context.run.metrics = as_metrics(metrics)
         self._mode = as_mode(mode)
@@ -118,8 +114,9 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
         self._train_step = train_step
         self._test_step = test_step
         self._move = batch_mover(self.options.memory_format)
+        self._split = batch_splitter(self.options, context)
         self._clipping = clipping_of(self.options)
-        self._data = TrainerData(context)
+        self._data = TrainerData(context, self.options.batch_limits)
         self._placed: weakref.ref[nn.Module] | None = None
         given = {
             "loss": loss_strategy,
@@ -132,18 +129,16 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
         }
         self.strategies = strategies = make_strategies(given, self.options, written)
         reject_two_steps(self, strategies.training_step)
-        # A seam that a subclass overrides; looked up once, because many short runs need it.
+        # Whether a subclass overrides the loss: looked up once, because many short runs need it.
         self._has_own_loss = not self._is_default("get_loss_criterion")
         if not self._has_own_loss:
             if "loss" not in strategies.given and self._steps_by_default:
                 check_owned(self.options.optim_function, context.model, self.options.loss_function)
-            loss = strategies.loss
-            is_configured = type(loss) is DefaultLossCriterionStrategy and loss.loss_fn is None
-            is_option = "loss" not in strategies.given and "loss_function" not in self._given
-            context.run.loss_is_default = is_configured or is_option
+            context.run.loss_is_default = has_default_loss(strategies, self._given)
         if isinstance(callbacks, str) or not isinstance(callbacks, Iterable | None):
             raise ConfigError(f"callbacks: expected a list of callbacks, got {callbacks!r}")
         seed = self.options.seed
+        # Without a seed it is torch's own; checkpoints contain it, so that a resumed run has the same order.
         context.state["order_seed"] = torch.initial_seed() % 2**63 if seed is None else seed
         self._setup_strategies()
         self._follow_strategies()
@@ -158,7 +153,7 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
         """The innermost trainer: this one, unless it decorates another trainer."""
         return self
 
-    # ------------------------------------------------------------------ seams
+    # ------------------------------------------------------------------ methods to override, besides the verbs
 
     def get_loss_criterion(self) -> Callable[[Any, Any], Tensor]:
         """Return the loss: a callable of outputs and targets."""
@@ -187,6 +182,7 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
             num_workers=self.options.num_workers,
             sampler=sampler,
             seed=self.context.state["order_seed"],
+            collate_fn=self.options.collate_fn,
         )
 
     # ------------------------------------------------------------------ verbs, in the order of the loop
@@ -199,7 +195,7 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
             self.options,
             self._given,
             requested,
-            validates=self.context.run.data.get("valid") is not None or not self._is_default("val_epoch"),
+            validates=source_of(self, "valid") is not None or not self._is_default("val_epoch"),
             saves_by_default=self._saves_by_default,
         )
 
@@ -211,19 +207,15 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
             seed_everything(self.options.seed)
         self._place_model(model)
         if context.stage == "train" and context.precision is not None:
-            context.precision.begin(anew=is_fresh)
+            context.precision.start_run(is_new_run=is_fresh)
         if self.criterion is None:
             self.criterion = self.get_loss_criterion()
+        has_weights = self.options.class_weight is not None or self.options.sample_weight
+        if has_weights or self._weighted is not None:
+            self._weighted = find_weighted(self.strategies.loss, self.options) if has_weights else None
         if isinstance(self.criterion, nn.Module):
             self.criterion.to(context.device)
-        if context.run.metrics_are_default:
-            # Chosen again in every run: its configuration may name another loss.
-            chosen = {"accuracy": accuracy} if self._classifies() else {}
-            if context.run.metrics.keys() != chosen.keys():
-                context.run.metrics = as_metrics(chosen)
-        for metric in context.run.metrics.values():
-            if isinstance(metric, nn.Module):
-                metric.to(context.device)
+        prepare_run_metrics(self)
         if not self.strategies.is_set_up:
             raise ConfigError("the trainer is closed: its strategies are torn down; make a new one")
         if context.stage == "train":
@@ -279,7 +271,7 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
     def val_epoch(self) -> Mapping[str, float] | None:
         """Run one validation pass; without data it returns no metrics. An override may be `pass`."""
         # The plan has a validation if this is overridden: the override may have its own data, or measure nothing.
-        return {} if self.context.run.data.get("valid") is None else loop.val_epoch(self.context)
+        return {} if source_of(self, "valid") is None else loop.val_epoch(self.context)
 
     def reduce(self, meter: Meter) -> Meter:
         """Return the meter unchanged: there is only one process."""
@@ -292,41 +284,58 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
     def train_step(self, batch: Any) -> Mapping[str, Any]:
         """Return the loss of the model on a batch of inputs and targets."""
         if self._train_step is not None:
-            return self._train_step(self, batch)
-        inputs, targets = split_batch(batch)
-        context = self.context
+            return as_output(self._train_step(self, batch))
+        context, criterion = self.context, self.criterion
         state, model, optimizers = context.state, context.model, context.optimizers
-        assert model is not None
         if self._shares_steps:
             state["current_batch"] = context.progress.batch
         context.run.batch.uses_criterion = self._step_is_plain
-        if targets is None and self._step_is_plain and is_torch_loss(self.criterion):
-            raise DataError(no_targets(context, _NEED_TARGETS))
+        named = None if type(batch) in _PAIRS else self._named(batch)
+        if named is not None:
+            inputs, targets, criterion = named.inputs, named.targets, named.loss
+        else:
+            inputs, targets = self._split(batch)
+            if targets is None and self._step_is_plain and is_torch_loss(criterion):
+                raise DataError(no_targets(context, _NEED_TARGETS))
         optimizer = optimizers[0] if optimizers else None
         try:
-            loss = self._step_strategy.training_step(model, optimizer, inputs, targets, self.criterion, context)
-        except TypeError as error:
-            if targets is None:
-                add_note(error, no_targets(context, "give a loss or a step strategy that needs none"))
+            loss = self._step_strategy.training_step(model, optimizer, inputs, targets, criterion, context)
+        except (TypeError, RuntimeError) as error:
+            explain_failure(error, context, inputs, targets)
             raise
         if self._shares_steps:
             state["last_loss"] = loss.detach()
-        return {"loss": loss}
+        if named is not None:
+            return named.train_output(loss)
+        return {"loss": loss} if self._weighted is None else {"loss": loss, "num_items": self._weighted.num_items}
 
     def test_step(self, batch: Any) -> Mapping[str, Any]:
         """Return loss, outputs and targets of a batch; metrics are computed from the latter two."""
         if self._test_step is not None:
-            return self._test_step(self, batch)
-        inputs, targets = split_batch(batch)
-        if targets is None:
-            raise DataError(f"the batch has no targets: {_NEED_TARGETS}")
+            return as_output(self._test_step(self, batch))
         self.context.run.batch.uses_criterion = True
+        named = None if type(batch) in _PAIRS else self._named(batch)
+        inputs, targets = self._split(batch) if named is None else (named.inputs, named.targets)
+        if targets is None and named is None:
+            raise DataError(f"the batch has no targets: {_NEED_TARGETS}")
         outputs = self._process_outputs(forward(self.context.model, inputs))
-        return {"loss": self.criterion(outputs, targets), "output": outputs, "target": targets}
+        if named is not None:
+            return named.test_output(outputs)
+        loss = self.criterion(outputs, targets)
+        if self._weighted is not None:
+            return weighted_output(loss, self._weighted, outputs, targets)
+        return {"loss": loss, "output": outputs, "target": targets}
 
     def predict_step(self, batch: Any) -> Any:
         """Return the model's outputs for the inputs of a batch."""
-        return self._process_outputs(forward(self.context.model, split_batch(batch)[0]))
+        named = self._named(batch)
+        if named is not None:
+            return predictions_of(self._process_outputs(forward(self.context.model, named.inputs)))
+        inputs = self._split(batch)[0]
+        if isinstance(inputs, Mapping) and len(inputs) == 1:
+            # As in training, where a dictionary with one input besides the target is passed by position.
+            (inputs,) = inputs.values()
+        return self._process_outputs(forward(self.context.model, inputs))
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Compute the gradients of the loss."""
@@ -389,11 +398,6 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
         return self.context.device
 
     @property
-    def callbacks(self) -> Callbacks:
-        """The callbacks, in the order in which they are called."""
-        return self.context.callbacks
-
-    @property
     def history(self) -> History:
         """The record of all runs of this trainer."""
         return self.context.history
@@ -408,14 +412,18 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
         """
         return save_weights(self._given_model(), path, is_main=self.context.process.is_main)
 
+    def export(self, path: str | Path, format: ExportFormat | None = None, *, example: Any = None) -> Path:
+        """Write the model as "safetensors", "torch.export", "onnx" or "huggingface"; see `export_model`."""
+        return export_model(self, path, format, example)
+
     def load_model(self, path: str | Path, strict: bool = True) -> None:
         """Load weights that `save_model` wrote, or only the weights of a checkpoint."""
         load_weights(self._given_model(), path, strict=strict)
 
     def _loader(self, stage: Stage) -> Any:
         """Return the loader of a stage; it is built once for the data of the stage."""
-        known, loader = self._data.loaders.get(stage, (None, None))
-        if known is None or known is not self.context.run.data.get(stage):
+        known, loader = self._data.loaders.get(self._data.key(stage), (None, None))
+        if known is None or known is not source_of(self, stage):
             return form_loader(self, self._data, stage)
         return loader
 
@@ -473,7 +481,7 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
         return self._test_step is None and self._is_default("test_step")
 
     def _is_default(self, name: str) -> bool:
-        """Return whether no subclass or add-on overrides a verb or seam of this trainer; layers do not count."""
+        """Return whether no subclass or add-on overrides a method of this trainer; layers do not count."""
         return not self.core._customized_by(name)
 
     def _given_model(self) -> nn.Module:
@@ -481,21 +489,15 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
             raise ConfigError("the trainer has no model: give it one, Trainer(model, …)")
         return self.context.model
 
+    def _named(self, batch: Any) -> NamedBatch | None:
+        """Return a batch of named values, prepared for the model; None for other batches, and for weighted losses."""
+        # A weighted loss is a function of outputs, targets and weights, so the model cannot compute it.
+        if self._weighted is not None:
+            return None
+        return named_batch(self.context, self.criterion, batch, self.options.target)
+
     def _place_model(self, model: nn.Module) -> None:
-        device, placed = self.context.device, self._placed
-        is_known = placed is not None and placed() is model and self.options.memory_format is None
-        # In a run of a few steps, moving a model that is already in place takes as long as a batch.
-        if is_known and (
-            not torch.accelerator.is_available()
-            or all(it.device == device for it in chain(model.parameters(), model.buffers()))
-        ):
-            return
-        check_device(device)
-        self._placed = weakref.ref(model)
-        model.to(device)
-        if self.options.memory_format is not None:
-            # Parameters remain the same objects, so the optimizers stay valid.
-            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch has no types for it alone
+        self._placed = place_model(model, self.context.device, self.options.memory_format, self._placed)
 
     def _follow_strategies(self) -> None:
         self._closing = weakref.finalize(self.core, self.strategies.teardown, self.context)
@@ -511,5 +513,8 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
 
 
 _CONSTRUCTOR_NAMES = tuple(inspect.signature(SingleProcessTrainer.__init__).parameters)[1:-1]
+
+# Batches without names, of which nearly all are.
+_PAIRS = (list, tuple)
 
 _NEED_TARGETS = "give pairs (inputs, targets), or a train_step and test_step that need none"

@@ -29,6 +29,7 @@ from dovetail.trainers.fitting import (
     restoring,
     weights_difference,
 )
+from dovetail.trainers.frozen import with_base
 from dovetail.trainers.randomness import rng_state, set_rng_state
 from dovetail.trainers.strategies.bundle import Strategies
 
@@ -80,6 +81,7 @@ def restore_state(
     """
     run, model = context.run, context.model
     assert model is not None
+    # First, so that a trainer is unchanged if the checkpoint belongs to another model.
     check_fits(context, state)
     restore(state, "model", model.load_state_dict)
     for number, optimizer in enumerate(context.optimizers):
@@ -91,6 +93,7 @@ def restore_state(
     restore(state, "schedulers", partial(_restore_schedulers, context), present)
     restore(state, "progress", context.progress.load_state_dict, context.progress.state_dict())
     restore(state, "history", context.history.load_state_dict, {})
+    # The numbers of the meter are first read at the end of the epoch, too late for a clear error.
     restore(state, "meter", _check_meter, {})
     restore(state, "meter", run.meter.load_state_dict)
     restore(state, "strategies", strategies.load_state_dict, {})
@@ -109,8 +112,11 @@ def restore_state(
     run.checked = context.progress.copy()
     run.id = restore(state, "run_id", str, "")
     for name, attached in attached_objects(context).items():
+        # A checkpoint without this section restores the empty state.
         restore({name: {}, **state}, name, attached.load_state_dict, {})
+    # After the progress, from which the position in the data follows.
     data.load_state_dict(state)
+    # Last, because user code that is called above, such as callbacks, may draw random numbers.
     restore(state, "rng", set_rng_state, {})
 
 
@@ -129,7 +135,11 @@ def load_weights(model: nn.Module, path: str | Path, *, strict: bool = True) -> 
         CheckpointError: The weights belong to another model; the error names the first difference.
     """
     present = model.state_dict()
-    weights = store.load(Path(path))["model"] if Path(path).is_dir() else store.load_model_file(Path(path))
+    # A checkpoint is a folder, a file of weights is not.
+    if Path(path).is_dir():
+        weights = with_base(store.load(Path(path)), model)["model"]
+    else:
+        weights = store.load_model_file(Path(path))
     state = {name: part_of(value, present.get(name)) for name, value in weights.items()}
     try:
         model.load_state_dict(state, strict=strict)

@@ -16,9 +16,9 @@ from dovetail.units import counted
 class Trainer(SingleProcessTrainer):
     """Train one model in one process.
 
-    All arguments have defaults that suit a classifier. To change a part, pass an argument, or override a verb
-    (`train_step`, `test_step`, …) or a seam (`get_optimizer`, `get_loss_criterion`, `get_lr_scheduler`,
-    `get_train_loader`, `train_epoch`, `val_epoch`) in a subclass. Options are read and assigned on `trainer.options`.
+    All arguments have defaults that suit a classifier. To change a part, pass an argument, or override a method in a
+    subclass: a verb (`train_step`, `test_step`, `train_epoch`, `val_epoch`, …), `get_optimizer`, `get_loss_criterion`,
+    `get_lr_scheduler` or `get_train_loader`. Options are read and assigned on `trainer.options`.
     The classes in `dovetail.compat` add the names that users of lernomatic, zae-engine and plato know.
 
     With `max_concurrency=n`, `train` runs in a spawned process, at most n of which run at once. Afterwards the trainer
@@ -37,7 +37,7 @@ class Trainer(SingleProcessTrainer):
             targets. The default is the accuracy if the loss is a classification loss.
         loss_strategy: A strategy that replaces the criterion. `optimizer_strategy`, `training_step_strategy`,
             `lr_scheduler_strategy`, `model_update_strategy`, `data_loader_strategy` and `testing_strategy` replace
-            the other parts. An overridden seam of a subclass takes precedence over a strategy.
+            the other parts. A method that a subclass overrides takes precedence over a strategy.
         train_step: Called as `train_step(trainer, batch)` in place of the default.
         test_step: Called as `test_step(trainer, batch)` in place of the default.
         options: See `TrainerOptions`.
@@ -84,6 +84,7 @@ class Trainer(SingleProcessTrainer):
         if trainset is not None:
             fit_new_run(self, trainset, sampler)
         else:
+            # `train()` writes checkpoints by default; `fit` does so only if an option or a period requests them.
             self._saves_by_default = True
             self.fit()
         return time.perf_counter() - started
@@ -93,4 +94,5 @@ class Trainer(SingleProcessTrainer):
         return seconds
 
 
+# PyMarlin's name.
 SingleProcess = Trainer

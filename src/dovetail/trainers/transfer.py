@@ -27,6 +27,7 @@ def set_initial_state(trainer: Trainer, initial: tuple[dict[str, Any] | None, di
     state, rng = initial
     if state is not None:
         trainer.load_state_dict(state)
+    # Last: `load_state_dict` also sets the generators, to their states when the trainer's state was taken.
     set_rng_state(rng)
 
 
@@ -35,6 +36,7 @@ def trained_state(trainer: Trainer) -> dict[str, Any]:
     context = trainer.context
     return {
         "trainer": trainer.state_dict(),
+        # Strategies may store any object in `context.state`; only tensors and plain values can be sent.
         "shared": {name: value for name, value in context.state.items() if is_storable(name, value)},
         "stop_reason": context.run.stop_reason,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -35,7 +36,7 @@ class Window:
         self._items: Any = 0
         self._deferred: list[Optimizer] = []
 
-    def begin(self, *, is_last: bool) -> None:
+    def start_batch(self, *, is_last: bool) -> None:
         """Add a batch to the window; `is_last` closes the window at the end of an epoch."""
         self._position = 1 if self.closes else self._position + 1
         self.opens = self._position == 1
@@ -50,9 +51,10 @@ class Window:
         if isinstance(num_items, Tensor):
             # An integer count would be divided in float32, which is too inexact for a float64 loss.
             num_items = num_items.double()
+        # Several losses of one batch have the same items, which count once.
         if first_of_batch:
             if self.opens:
-                self._expected = num_items * self.size
+                self._expected = positive(num_items) * self.size
             self._items = self._items + num_items
         return num_items / self._expected
 
@@ -71,11 +73,18 @@ class Window:
         """The items by which a loss of the window is divided, if several batches share it."""
         return self._expected
 
+    @property
+    def correction(self) -> Any:
+        """The factor that turns the gradients of the window so far into the gradients of one large batch."""
+        return self._expected / positive(self._items)
+
     def settle(self, optimizer: Optimizer) -> None:
         """Rescale the gradients to equal the gradients of one large batch, when all items of the window are known."""
+        # It steps now, so its request from an earlier batch of the window is done.
         if optimizer in self._deferred:
             self._deferred.remove(optimizer)
-        factor = self._expected / self._items
+        factor = self.correction
+        # Comparing a tensor would wait for the device, so a tensor is always multiplied.
         if isinstance(factor, Tensor) or factor != 1.0:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -90,6 +99,11 @@ class Window:
         """Return and clear the deferred optimizers that did not step when the window closed."""
         waiting, self._deferred = self._deferred, []
         return waiting
+
+
+def positive(num_items: Any) -> Any:
+    """Return a number of items as a divisor: 1 in place of 0, because batches without items have no gradients."""
+    return torch.where(num_items > 0, num_items, 1.0) if isinstance(num_items, Tensor) else num_items or 1
 
 
 class Lookahead:

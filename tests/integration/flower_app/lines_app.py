@@ -20,12 +20,12 @@ from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.strategies import MSELossStrategy
 
 NUM_ROUNDS = 3
-# Where the node of a client is killed.
+# The round in which the node of a client is killed.
 KILLED_ROUND, KILLED_CLIENT = 2, 2
 
 
 class Lines(Datasource):
-    """Every client has a line of its own, with more points the larger its id is."""
+    """Every client has a different line, with more points the larger its id is."""
 
     num_clients = 2
 
@@ -40,7 +40,7 @@ class Lines(Datasource):
 class Personal(Algorithm):
     """The bias stays with clients, in a state that lives at the node."""
 
-    def stays(self, name: str) -> bool:
+    def is_local(self, name: str) -> bool:
         return name == "2.bias"
 
 
@@ -71,7 +71,7 @@ class Save(ServerCallback):
 
 
 def federation(folder: Path, *, is_flower: bool) -> tuple[fedavg.Server, simple.Client]:
-    """The server and the client, which leave what they have to tell in a folder."""
+    """The server and the client, which write their results to a folder."""
     server = fedavg.Server(
         model=lambda: nn.Sequential(nn.Linear(1, 8), nn.Dropout(0.1), nn.Linear(8, 1)),
         datasource=Lines(),

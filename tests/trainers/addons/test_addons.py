@@ -38,7 +38,7 @@ def test_the_state_manager_keeps_the_newest_state_and_the_best_weights(
     assert all(torch.equal(weights[key], value) for key, value in best.items())
 
 
-def test_a_restored_state_trains_on_exactly(problem: Problem, tmp_path: Path) -> None:
+def test_training_from_a_restored_state_equals_an_uninterrupted_run(problem: Problem, tmp_path: Path) -> None:
     extended = Trainer.add_on(StateManagerAddon)
     whole = make(problem, extended, save_path=tmp_path / "whole")
     whole.run(4, problem.batches, problem.batches)
@@ -59,7 +59,7 @@ def test_the_state_manager_keeps_the_best_weights_of_fit(problem: Problem, tmp_p
     assert all(torch.equal(weights[key], value) for key, value in trainer.weight_buffer["weight"].items())
 
 
-def test_a_restored_state_remembers_the_best_so_far(problem: Problem, tmp_path: Path) -> None:
+def test_a_restored_state_includes_the_best_metric_so_far(problem: Problem, tmp_path: Path) -> None:
     extended = Trainer.add_on(StateManagerAddon)
     first = make(problem, extended, save_path=tmp_path)
     first.run(1, problem.batches, problem.batches)
@@ -69,7 +69,7 @@ def test_a_restored_state_remembers_the_best_so_far(problem: Problem, tmp_path: 
     assert not again.check_better(2, first.loss_buffer + 1)
 
 
-def test_mistakes_are_named(problem: Problem, tmp_path: Path) -> None:
+def test_the_state_manager_rejects_invalid_arguments_by_name(problem: Problem, tmp_path: Path) -> None:
     extended = Trainer.add_on(StateManagerAddon)
     with pytest.raises(UnknownNameError, match="did you mean 'safetensor"):
         make(problem, extended, save_path=tmp_path, save_format="safetensrs")
@@ -79,12 +79,12 @@ def test_mistakes_are_named(problem: Problem, tmp_path: Path) -> None:
         make(problem, extended)
 
 
-def test_a_device_that_is_none_is_named(problem: Problem) -> None:
+def test_an_invalid_device_is_rejected_by_name(problem: Problem) -> None:
     with pytest.raises(ConfigError, match=r"device: expected a name such as 'cpu'.*got 'gpu'"):
         Trainer.add_on(MultiGPUAddon)(problem.model(), ["cpu", "gpu"])
 
 
-def test_a_checkpoint_that_cannot_be_written_at_a_signal_leaves_no_run_behind(problem: Problem, tmp_path: Path) -> None:
+def test_a_failed_checkpoint_write_at_a_signal_leaves_no_open_run(problem: Problem, tmp_path: Path) -> None:
     class Signal(Callback):
         def on_step_end(self, context: Any, output: Any) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -115,7 +115,7 @@ def test_add_ons_stack_in_any_order(problem: Problem, tmp_path: Path) -> None:
     assert_same_weights(*models)
 
 
-def test_an_add_on_may_mount_itself_in_its_own_way(problem: Problem) -> None:
+def test_an_add_on_may_override_how_it_is_mounted(problem: Problem) -> None:
     class Renamed(AddOnBase):
         @classmethod
         def apply(cls, base: type[Any]) -> type[Any]:
@@ -127,7 +127,7 @@ def test_an_add_on_may_mount_itself_in_its_own_way(problem: Problem) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("forking")
 @pytest.mark.parametrize("layer", [DataParallel, pytest.param(ShardedDataParallel, marks=pytest.mark.torture)])
-def test_of_two_processes_one_writes_the_best_weights(problem: Problem, tmp_path: Path, layer: type[Any]) -> None:
+def test_only_one_of_two_processes_writes_the_best_weights(problem: Problem, tmp_path: Path, layer: type[Any]) -> None:
     marks = tmp_path / "marks"
     marks.mkdir()
 

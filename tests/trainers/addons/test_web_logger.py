@@ -30,7 +30,7 @@ def test_an_add_on_adds_a_tracker_with_its_logger(problem: Problem) -> None:
     assert [each for each in trainer.context.callbacks if isinstance(each, Tracker)] == [trainer.tracker]
 
 
-def test_neptune_answers_to_the_names_of_zae(problem: Problem) -> None:
+def test_the_neptune_add_on_accepts_the_option_names_of_zae(problem: Problem) -> None:
     (logger,) = make(problem, NeptuneLoggerAddon, web_logger={"neptune": BOTH["neptune"]}).tracker.loggers
     assert isinstance(logger, NeptuneLogger)
     assert (logger.project, logger.api_token) == ("team/digits", "x")
@@ -41,20 +41,22 @@ def test_neptune_answers_to_the_names_of_zae(problem: Problem) -> None:
     list(itertools.permutations((WandBLoggerAddon, NeptuneLoggerAddon, StateManagerAddon))),
     ids=lambda order: "-".join(kind.__name__[0] for kind in order),
 )
-def test_both_work_at_once_in_any_order(problem: Problem, tmp_path: Path, order: tuple[type[Any], ...]) -> None:
+def test_wandb_and_neptune_add_ons_work_together_in_any_order(
+    problem: Problem, tmp_path: Path, order: tuple[type[Any], ...]
+) -> None:
     trainer = make(problem, *order, web_logger=BOTH, save_path=tmp_path)
     assert [type(logger) for logger in trainer.tracker.loggers] == [NeptuneLogger, WandBLogger]
     assert [each for each in trainer.context.callbacks if isinstance(each, Tracker)] == [trainer.tracker]
 
 
-def test_callbacks_of_the_user_stay(problem: Problem) -> None:
+def test_a_logger_add_on_keeps_the_callbacks_of_the_user(problem: Problem) -> None:
     own = Tracker()
     trainer = make(problem, WandBLoggerAddon, web_logger={"wandb": {}}, callbacks=[own])
     assert next(iter(trainer.context.callbacks)) is own
     assert list(trainer.context.callbacks)[-1] is trainer.tracker
 
 
-def test_training_is_tracked_offline_and_stays_the_same(problem: Problem, tmp_path: Path) -> None:
+def test_offline_tracking_does_not_change_training(problem: Problem, tmp_path: Path) -> None:
     wandb = pytest.importorskip("wandb")
     settings = {"project": "digits", "mode": "offline", "dir": str(tmp_path)}
     tracked, alone = make(problem, WandBLoggerAddon, web_logger={"wandb": settings}), make(problem)
@@ -66,7 +68,7 @@ def test_training_is_tracked_offline_and_stays_the_same(problem: Problem, tmp_pa
     assert b"valid_loss" in file.read_bytes()
 
 
-def test_mistakes_are_named(problem: Problem) -> None:
+def test_the_logger_add_ons_reject_invalid_arguments_by_name(problem: Problem) -> None:
     with pytest.raises(UnknownNameError, match=r"unknown web_logger 'wanbd': did you mean 'wandb'"):
         make(problem, WandBLoggerAddon, web_logger={"wanbd": {}})
     with pytest.raises(ConfigError, match=r"NeptuneLoggerAddon needs its settings as \{'neptune': \{…\}\}, got None"):

@@ -34,7 +34,7 @@ Fitting = Trainer.add_on(AutoBatch)
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick_to_collect() -> Iterator[None]:
-    """Every failed attempt collects garbage, which would look at all that pytest and torch hold."""
+    """Every failed attempt collects garbage, which would traverse all objects of pytest and torch."""
     # Torch's first optimizer loads its compiler.
     SGD([torch.zeros(1)])
     gc.collect()
@@ -118,7 +118,7 @@ def assert_close(one: list[list[Tensor]], other: list[list[Tensor]], tolerance: 
 
 @pytest.mark.parametrize("limits", [{"forward": 4}, {"backward": 4}, {"forward": 7, "backward": 2}, {"backward": 1}])
 @pytest.mark.parametrize("batch_size", [10, 11])
-def test_the_gradient_is_that_of_the_whole_batch(limits: dict[str, int], batch_size: int) -> None:
+def test_the_gradient_in_parts_equals_the_gradient_of_the_whole_batch(limits: dict[str, int], batch_size: int) -> None:
     expected = gradients_of(make(Trainer, model_of(), batch_size=batch_size))
     found = gradients_of(make(Fitting, model_of(**limits), batch_size=batch_size))
     assert_close(found, expected)
@@ -126,7 +126,9 @@ def test_the_gradient_is_that_of_the_whole_batch(limits: dict[str, int], batch_s
 
 @pytest.mark.parametrize("limits", [{"forward": 4}, {"backward": 4}, {"forward": 7, "backward": 2}])
 @pytest.mark.parametrize("num_batches", [2, 3])
-def test_a_window_loses_nothing_of_its_earlier_batches(limits: dict[str, int], num_batches: int) -> None:
+def test_a_window_keeps_the_gradients_of_earlier_batches_when_a_batch_is_split(
+    limits: dict[str, int], num_batches: int
+) -> None:
     # The first batch of a window fits, the second does not; the last window is shorter, and so is its last batch.
     sizes = [3, 10, 9, 12, 6]
     batches = list(zip(X.split(sizes), Y.split(sizes), strict=True))
@@ -136,7 +138,7 @@ def test_a_window_loses_nothing_of_its_earlier_batches(limits: dict[str, int], n
 
 
 def by_items(trainer: Any, batch: Any) -> Mapping[str, Any]:
-    """A loss over the samples that count: those of class 0 or 1."""
+    """A loss over the samples of class 0 or 1."""
     inputs, targets = batch
     counts = targets < 2
     losses = nn.functional.cross_entropy(trainer.model(inputs), targets, reduction="none")
@@ -145,7 +147,7 @@ def by_items(trainer: Any, batch: Any) -> Mapping[str, Any]:
 
 @pytest.mark.parametrize("limits", [{"forward": 4}, {"backward": 4}])
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_parts_count_by_their_items(limits: dict[str, int], accumulation: int) -> None:
+def test_parts_of_a_batch_are_weighted_by_their_items(limits: dict[str, int], accumulation: int) -> None:
     options = {"train_step": by_items, "accumulation_steps": accumulation, "batch_size": 20}
     expected = gradients_of(make(Trainer, model_of(), **options))
     found = gradients_of(make(Fitting, model_of(**limits), **options))
@@ -157,21 +159,21 @@ def with_one_element(trainer: Any, batch: Any) -> Mapping[str, Any]:
 
 
 @pytest.mark.parametrize("limits", [{"forward": 4}, {"backward": 4}])
-def test_a_loss_with_one_element_is_cut_as_one_without_dimensions(limits: dict[str, int]) -> None:
+def test_a_loss_with_one_element_is_split_as_a_scalar_loss(limits: dict[str, int]) -> None:
     whole, cut = make(Trainer, model_of()), make(Fitting, model_of(**limits), train_step=with_one_element)
     assert_close(gradients_of(cut), gradients_of(whole))
     assert list(cut.context.history.losses) == pytest.approx(list(whole.context.history.losses), abs=1e-12)
 
 
 @pytest.mark.parametrize("limits", [{"forward": 4}, {"backward": 4}])
-def test_the_loss_and_the_records_are_those_of_the_whole_batch(limits: dict[str, int]) -> None:
+def test_the_loss_and_records_in_parts_equal_the_whole_batch(limits: dict[str, int]) -> None:
     whole, cut = make(Trainer, model_of()), make(Fitting, model_of(**limits))
     expected, found = whole.fit(max_length=Epochs(2)), cut.fit(max_length=Epochs(2))
     assert list(found.losses) == pytest.approx(list(expected.losses), abs=1e-12)
     assert cut.context.progress == whole.context.progress
 
 
-def test_a_trainer_whose_batches_fit_trains_as_without() -> None:
+def test_auto_batch_changes_nothing_if_every_batch_fits() -> None:
     expected = gradients_of(make(Trainer, model_of(), accumulation_steps=2))
     trainer = make(Fitting, model_of(), accumulation_steps=2)
     assert_close(gradients_of(trainer), expected, tolerance=0.0)
@@ -179,14 +181,14 @@ def test_a_trainer_whose_batches_fit_trains_as_without() -> None:
 
 
 @pytest.mark.parametrize("limits", [{"forward": 4}, {"backward": 4}])
-def test_decorator_and_add_on_agree_bit_by_bit(limits: dict[str, int]) -> None:
+def test_decorator_and_add_on_agree_bit_for_bit(limits: dict[str, int]) -> None:
     added = gradients_of(make(Fitting, model_of(**limits)))
     decorated = gradients_of(AutoBatchLayer(make(Trainer, model_of(**limits))))
     assert_close(decorated, added, tolerance=0.0)
 
 
 @pytest.mark.parametrize("limits", [{"forward": 4}, {"backward": 4}])
-def test_step_strategies_are_cut(limits: dict[str, int]) -> None:
+def test_batches_of_step_strategies_are_split(limits: dict[str, int]) -> None:
     def composable(kind: Any, model: nn.Module) -> Any:
         settings: dict[str, Any] = {"train_dataset": (X, Y), "batch_size": 10, "seed": 1, "verbose": False}
         return kind(model, loss_strategy=nn.CrossEntropyLoss(), **settings)
@@ -197,7 +199,7 @@ def test_step_strategies_are_cut(limits: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("limits", [{"forward": 4}, {"backward": 4}])
-def test_an_optimizer_that_evaluates_the_loss_itself_sees_the_whole_batch(limits: dict[str, int]) -> None:
+def test_an_optimizer_with_a_closure_sees_the_whole_batch(limits: dict[str, int]) -> None:
     whole, cut = model_of(), model_of(**limits)
     for kind, model in ((Trainer, whole), (Fitting, cut)):
         make(kind, model, optimizer=partial(LBFGS, lr=0.1, max_iter=4)).fit(max_length=Batches(2))
@@ -221,7 +223,7 @@ def in_precision(precision: str, order: str, **limits: int) -> base.Trainer:
 
 @pytest.mark.parametrize("limits", [{"forward": 4}, {"backward": 4}])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_mixed_precision_may_be_inside_or_outside(limits: dict[str, int], precision: str) -> None:
+def test_auto_batch_may_be_inside_or_outside_mixed_precision(limits: dict[str, int], precision: str) -> None:
     outside, inside, added = (
         gradients_of(in_precision(precision, order, **limits)) for order in ("outside", "inside", "added")
     )
@@ -231,7 +233,7 @@ def test_mixed_precision_may_be_inside_or_outside(limits: dict[str, int], precis
 
 @pytest.mark.parametrize("limits", [{"forward": 4}, {"backward": 4}])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_parts_are_scaled_as_the_whole_is(limits: dict[str, int], precision: str) -> None:
+def test_losses_of_parts_are_scaled_as_the_whole_loss(limits: dict[str, int], precision: str) -> None:
     whole = in_precision(precision, "outside")
     cut = in_precision(precision, "outside", **limits)
     assert_close(gradients_of(cut), gradients_of(whole), tolerance=5e-3)
@@ -240,7 +242,7 @@ def test_parts_are_scaled_as_the_whole_is(limits: dict[str, int], precision: str
 # ------------------------------------------------------------------ sizes
 
 
-def test_the_size_that_fitted_is_kept() -> None:
+def test_auto_batch_keeps_the_part_size_that_fitted() -> None:
     model = model_of(forward=4)
     trainer = make(Fitting, model)
     trainer.fit(max_length=Epochs(1))
@@ -249,7 +251,7 @@ def test_the_size_that_fitted_is_kept() -> None:
     assert trainer.micro_batch_size == 3
 
 
-def test_a_resumed_run_cuts_from_its_first_batch(tmp_path: Path) -> None:
+def test_a_resumed_run_splits_from_its_first_batch(tmp_path: Path) -> None:
     trainer = make(Fitting, model_of(forward=4))
     trainer.fit(max_length=Batches(2))
     trainer.save_checkpoint(tmp_path / "state")
@@ -260,7 +262,7 @@ def test_a_resumed_run_cuts_from_its_first_batch(tmp_path: Path) -> None:
     assert model[2].rows == [2, 3, 2, 3]
 
 
-def test_a_batch_that_fits_is_not_cut() -> None:
+def test_a_batch_that_fits_is_not_split() -> None:
     model = model_of(forward=4)
     sizes = [10, 3, 27]
     make(Fitting, model, train_dataset=list(zip(X.split(sizes), Y.split(sizes), strict=True))).fit(
@@ -272,7 +274,7 @@ def test_a_batch_that_fits_is_not_cut() -> None:
 # ------------------------------------------------------------------ memory
 
 
-def test_memory_of_a_failed_attempt_is_freed_first() -> None:
+def test_memory_of_a_failed_attempt_is_freed_before_the_next_one() -> None:
     alive: list[bool] = []
     watched: list[weakref.ref[Tensor]] = []
 
@@ -292,7 +294,7 @@ def test_memory_of_a_failed_attempt_is_freed_first() -> None:
 
 
 @pytest.mark.slow
-def test_memory_that_is_really_exhausted_is_managed() -> None:
+def test_auto_batch_recovers_from_real_memory_exhaustion() -> None:
     code = """
         import resource
         import torch
@@ -330,7 +332,7 @@ def manual(trainer: Any, batch: Any) -> Mapping[str, Any]:
 
 
 @pytest.mark.parametrize("limits", [{"forward": 4}, {"backward": 4}])
-def test_a_step_that_optimises_by_itself_is_not_cut(limits: dict[str, int]) -> None:
+def test_a_step_that_calls_the_optimizer_itself_is_not_split(limits: dict[str, int]) -> None:
     model = model_of(**limits)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     with pytest.raises(torch.OutOfMemoryError) as caught:
@@ -339,12 +341,12 @@ def test_a_step_that_optimises_by_itself_is_not_cut(limits: dict[str, int]) -> N
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
 
 
-def test_a_step_that_optimises_by_itself_and_fits_trains_as_without() -> None:
+def test_a_step_that_calls_the_optimizer_itself_trains_unchanged_if_it_fits() -> None:
     expected = gradients_of(make(Trainer, model_of(), train_step=manual))
     assert_close(gradients_of(make(Fitting, model_of(), train_step=manual)), expected, tolerance=0.0)
 
 
-def test_a_single_sample_that_does_not_fit_is_told() -> None:
+def test_a_single_sample_that_does_not_fit_raises_an_error() -> None:
     class Never(nn.Linear):
         def forward(self, inputs: Tensor) -> Tensor:
             raise MemoryError
@@ -354,7 +356,7 @@ def test_a_single_sample_that_does_not_fit_is_told() -> None:
     assert "not even a single sample fits into memory" in caught.value.__notes__
 
 
-def test_a_batch_that_cannot_be_cut_is_told() -> None:
+def test_a_batch_that_cannot_be_split_raises_an_error() -> None:
     def packed(trainer: Any, batch: Any) -> Mapping[str, Any]:
         trainer.model(torch.zeros(10, 6, dtype=torch.float64))
         raise AssertionError
@@ -365,12 +367,12 @@ def test_a_batch_that_cannot_be_cut_is_told() -> None:
     assert any("packed sequence" in note for note in caught.value.__notes__)
 
 
-def test_a_sharded_model_is_refused() -> None:
+def test_auto_batch_rejects_a_sharded_model() -> None:
     with pytest.raises(ConfigError, match="AutoBatch and ShardedDataParallel cannot be combined"):
         make(Trainer.add_on(ShardedDataParallel, AutoBatch), model_of())
 
 
-def test_other_errors_go_on_at_once() -> None:
+def test_errors_other_than_out_of_memory_are_raised_at_once() -> None:
     class Wrong(nn.Linear):
         calls = 0
 
@@ -398,14 +400,14 @@ def test_other_errors_go_on_at_once() -> None:
         (ValueError("out of memory"), False),
     ],
 )
-def test_errors_of_memory_are_told_from_others(error: Exception, expected: bool) -> None:
+def test_out_of_memory_errors_are_distinguished_from_others(error: Exception, expected: bool) -> None:
     assert is_out_of_memory(error) is expected
 
 
 # ------------------------------------------------------------------ validation and prediction
 
 
-def test_validation_in_parts_has_the_metrics_of_the_whole() -> None:
+def test_validation_in_parts_has_the_metrics_of_the_whole_batch() -> None:
     expected = make(Trainer, model_of()).evaluate((X, Y))
     found = make(Fitting, model_of(forward=4)).evaluate((X, Y))
     assert found == pytest.approx(expected, abs=1e-12)
@@ -416,7 +418,7 @@ def test_predictions_in_parts_are_in_order() -> None:
     torch.testing.assert_close(make(Fitting, model_of(forward=4)).predict(X), expected, rtol=0, atol=1e-12)
 
 
-def test_validation_does_not_change_how_training_is_cut() -> None:
+def test_validation_does_not_change_the_part_size_of_training() -> None:
     trainer = make(Fitting, model_of(forward=4))
     trainer.evaluate((X, Y))
     assert trainer.micro_batch_size is None
@@ -427,24 +429,24 @@ def test_validation_does_not_change_how_training_is_cut() -> None:
 
 @pytest.mark.parametrize("limits", [{"forward": 23}, {"backward": 23}, {"forward": 1}, {"backward": 39}])
 @pytest.mark.parametrize("start", [1, 16, 40])
-def test_the_largest_size_that_fits_is_found(limits: dict[str, int], start: int) -> None:
+def test_find_batch_size_returns_the_largest_size_that_fits(limits: dict[str, int], start: int) -> None:
     assert find_batch_size(make(Trainer, model_of(**limits)), start=start) == next(iter(limits.values()))
 
 
-def test_no_more_is_tried_than_there_is() -> None:
+def test_find_batch_size_tries_no_more_samples_than_the_dataset_has() -> None:
     model = model_of()
     assert find_batch_size(make(Trainer, model)) == 40
     assert max(model[2].rows) == 40
 
 
-def test_no_more_is_tried_than_the_limit() -> None:
+def test_find_batch_size_tries_no_size_above_the_limit() -> None:
     model = model_of()
     assert find_batch_size(make(Trainer, model), limit=24) == 24
     assert max(model[2].rows) == 24
 
 
 @pytest.mark.parametrize("layer", [lambda trainer: trainer, AutoBatchLayer])
-def test_the_search_leaves_no_trace(layer: Any) -> None:
+def test_find_batch_size_restores_the_trainer(layer: Any) -> None:
     plain, searched = layer(make(Trainer, model_of(forward=23))), layer(make(Trainer, model_of(forward=23)))
     for trainer in (plain, searched):
         trainer.fit(max_length=Batches(5))
@@ -458,16 +460,16 @@ def test_the_search_leaves_no_trace(layer: Any) -> None:
         assert torch.equal(one, other)
 
 
-def test_a_cutting_trainer_is_searched_without_cutting() -> None:
+def test_find_batch_size_ignores_the_splitting_of_auto_batch() -> None:
     assert find_batch_size(make(Fitting, model_of(backward=13))) == 13
 
 
-def test_a_loader_has_its_own_size() -> None:
+def test_find_batch_size_rejects_a_loader_with_a_fixed_batch_size() -> None:
     with pytest.raises(ConfigError, match="the batches have 4 samples"):
         find_batch_size(make(Trainer, model_of()), [(X[:4], Y[:4])] * 3)
 
 
-def test_a_model_too_large_for_one_sample_is_told() -> None:
+def test_find_batch_size_raises_if_one_sample_does_not_fit() -> None:
     class Never(nn.Linear):
         def forward(self, inputs: Tensor) -> Tensor:
             raise MemoryError

@@ -72,7 +72,7 @@ def halving(optimizer: Any) -> StepLR:
 
 @needs_compiler
 @pytest.mark.slow
-def test_a_compiled_run_is_the_eager_run_to_the_last_hook(problem: Problem) -> None:
+def test_a_compiled_run_equals_the_eager_run_in_every_hook(problem: Problem) -> None:
     def train(kind: Any) -> tuple[Any, list[Any]]:
         note = Note()
         trainer = make(problem, kind, scheduler=schedule, callbacks=[note])
@@ -90,7 +90,7 @@ def test_a_compiled_run_is_the_eager_run_to_the_last_hook(problem: Problem) -> N
 
 @needs_compiler
 @pytest.mark.slow
-def test_decorator_and_add_on_have_equal_bits(problem: Problem) -> None:
+def test_compiled_decorator_and_add_on_give_equal_bits(problem: Problem) -> None:
     add_on, decorated = make(problem), CompiledTrainer(make(problem, Trainer))
     for trainer in (add_on, decorated):
         torch.manual_seed(2)
@@ -102,7 +102,7 @@ def test_decorator_and_add_on_have_equal_bits(problem: Problem) -> None:
 
 @needs_compiler
 @pytest.mark.slow
-def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(problem: Problem, tmp_path: Path) -> None:
+def test_a_resumed_compiled_run_equals_an_uninterrupted_one(problem: Problem, tmp_path: Path) -> None:
     # The last batch of an epoch is shorter and stays eager.
     batches = [*problem.batches[:5], (problem.x[:3], problem.y[:3])]
     whole, first, second = (make(problem, scheduler=schedule) for _ in range(3))
@@ -123,7 +123,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(problem: Problem, tm
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("kinds", [(CompiledBasic, Trainer), (Trainer, CompiledBasic)])
-def test_a_checkpoint_goes_on_compiled_or_eagerly(problem: Problem, tmp_path: Path, kinds: Any) -> None:
+def test_a_checkpoint_resumes_compiled_or_eagerly(problem: Problem, tmp_path: Path, kinds: Any) -> None:
     whole, first, second = make(problem, Trainer), make(problem, kinds[0]), make(problem, kinds[1])
     for trainer in (whole, first):
         torch.manual_seed(2)
@@ -136,7 +136,7 @@ def test_a_checkpoint_goes_on_compiled_or_eagerly(problem: Problem, tmp_path: Pa
 
 @needs_compiler
 @pytest.mark.slow
-def test_strategies_find_the_running_batch_and_its_real_loss(problem: Problem) -> None:
+def test_strategies_see_the_current_batch_and_its_loss_in_a_compiled_run(problem: Problem) -> None:
     seen = []
 
     class Look(Callback):
@@ -162,7 +162,7 @@ def test_strategies_find_the_running_batch_and_its_real_loss(problem: Problem) -
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_compiled_model_keeps_the_names_of_its_state(problem: Problem) -> None:
+def test_a_compiled_model_keeps_its_state_dict_keys(problem: Problem) -> None:
     # Torch warns of itself while it is imported.
     from torch._dynamo.utils import counters
 
@@ -183,7 +183,7 @@ def test_a_compiled_model_keeps_the_names_of_its_state(problem: Problem) -> None
 
 
 class Weights(Callback):
-    """What the first weight is at every report, and when to stop."""
+    """The first weight at every report, and when to stop."""
 
     def __init__(self, stop_at: int | None = None, fail_at: int | None = None) -> None:
         self.seen: list[float] = []
@@ -224,7 +224,7 @@ def assert_same_run(one: Any, other: Any) -> None:
         pytest.param(3, {"max_length": Updates(20), "validation_period": Records(72)}, marks=torture),
     ],
 )
-def test_several_steps_per_call_have_the_bits_of_one(
+def test_several_steps_per_call_equal_single_steps_bit_for_bit(
     problem: Problem, steps_per_call: int, lengths: dict[str, Any]
 ) -> None:
     trainers = [make(problem, steps_per_call=number, scheduler=halving) for number in (1, steps_per_call)]
@@ -237,7 +237,7 @@ def test_several_steps_per_call_have_the_bits_of_one(
 
 @needs_compiler
 @pytest.mark.slow
-def test_a_call_makes_several_updates_at_once(problem: Problem) -> None:
+def test_one_compiled_call_makes_several_updates(problem: Problem) -> None:
     weights = Weights()
     trainer = make(problem, steps_per_call=3, print_every=1, callbacks=[weights])
     trainer.fit(problem.batches[:11], max_length=Epochs(2))
@@ -251,7 +251,7 @@ def test_a_call_makes_several_updates_at_once(problem: Problem) -> None:
 @pytest.mark.parametrize(
     ("steps_per_call", "done"), [(1, 5), (3, 14), *(pytest.param(2, done, marks=torture) for done in (11, 15))]
 )
-def test_a_run_in_calls_goes_on_from_anywhere_and_in_calls_of_any_size(
+def test_a_run_with_several_steps_per_call_resumes_at_any_step_and_call_size(
     problem: Problem, tmp_path: Path, steps_per_call: int, done: int
 ) -> None:
     whole, first, second = (make(problem, steps_per_call=number) for number in (3, 3, steps_per_call))
@@ -269,7 +269,7 @@ def test_a_run_in_calls_goes_on_from_anywhere_and_in_calls_of_any_size(
 
 @needs_compiler
 @pytest.mark.slow
-def test_batches_of_another_form_break_a_call_up(problem: Problem) -> None:
+def test_a_batch_of_another_shape_splits_a_compiled_call(problem: Problem) -> None:
     batches = [*problem.batches[:5], (problem.x[:3], problem.y[:3]), *problem.batches[5:9]]
     trainers = [make(problem, steps_per_call=number) for number in (1, 3)]
     for trainer in trainers:
@@ -281,7 +281,7 @@ def test_batches_of_another_form_break_a_call_up(problem: Problem) -> None:
 
 @needs_compiler
 @pytest.mark.slow
-def test_a_stop_takes_effect_where_a_call_ends(problem: Problem) -> None:
+def test_a_stop_takes_effect_at_the_end_of_a_compiled_call(problem: Problem) -> None:
     stopped = make(problem, steps_per_call=3, print_every=1, callbacks=[Weights(stop_at=5)])
     planned = make(problem)
     for trainer, length in ((stopped, Epochs(1)), (planned, Batches(7))):
@@ -294,14 +294,14 @@ def test_a_stop_takes_effect_where_a_call_ends(problem: Problem) -> None:
 
 @needs_compiler
 @pytest.mark.slow
-def test_updates_of_a_call_that_an_error_breaks_off_are_counted(problem: Problem) -> None:
+def test_updates_of_a_call_that_raises_are_counted(problem: Problem) -> None:
     trainer = make(problem, steps_per_call=3, print_every=1, callbacks=[Weights(fail_at=5)])
     with pytest.raises(RuntimeError, match="here"):
         trainer.fit(problem.batches[:11], max_length=Epochs(1))
 
     assert trainer.context.progress == Progress(batch=7, batches=7, records=56, updates=7)
     assert [state["step"].item() for state in trainer.optimizer.state.values()] == [7] * 4
-    # The next run begins behind them, and can be stopped.
+    # The next run starts after them, and can be stopped.
     trainer.fit(problem.batches[:11], max_length=Batches(9))
     assert trainer.context.progress.batches == 9
 
@@ -321,7 +321,7 @@ class OwnAfterStep(Trainer):
         ("OwnAfterStep has its own after_step", OwnAfterStep, {}),
     ],
 )
-def test_hooks_for_every_step_need_one_call_per_step(
+def test_hooks_per_step_require_one_call_per_step(
     problem: Problem, cause: str, kind: Any, settings: dict[str, Any]
 ) -> None:
     several, single = (make(problem, kind.add_on(Compiled), steps_per_call=number, **settings) for number in (3, 1))
@@ -336,7 +336,7 @@ def test_hooks_for_every_step_need_one_call_per_step(
 
 @needs_compiler
 @pytest.mark.slow
-def test_where_only_a_single_step_can_be_compiled_each_is_a_call(problem: Problem) -> None:
+def test_each_step_is_one_call_if_only_single_steps_can_be_compiled(problem: Problem) -> None:
     from torch._inductor import config
 
     several, single = make(problem, steps_per_call=5), make(problem)
@@ -353,7 +353,7 @@ def test_where_only_a_single_step_can_be_compiled_each_is_a_call(problem: Proble
     assert_same_weights(several.model, single.model)
 
 
-def test_without_a_graph_every_step_is_a_call(problem: Problem) -> None:
+def test_each_step_is_one_call_without_a_graph(problem: Problem) -> None:
     weights = Weights()
     compiled = make(problem, steps_per_call=3, accumulation_steps=2, print_every=1, callbacks=[weights])
     eager = make(problem, Trainer, accumulation_steps=2)
@@ -367,12 +367,12 @@ def test_without_a_graph_every_step_is_a_call(problem: Problem) -> None:
 
 
 @pytest.mark.parametrize("number", [0, True, 1.5, "8"])
-def test_steps_per_call_is_a_whole_number(problem: Problem, number: Any) -> None:
+def test_steps_per_call_must_be_an_integer(problem: Problem, number: Any) -> None:
     with pytest.raises(ConfigError, match="steps_per_call: expected a whole number that is at least 1"):
         make(problem, steps_per_call=number)
 
 
-def test_a_compiled_module_has_no_steps_per_call(problem: Problem) -> None:
+def test_a_compiled_module_rejects_steps_per_call(problem: Problem) -> None:
     with pytest.raises(ConfigError, match="steps_per_call: mode='model' has no graph of a step"):
         make(problem, mode="model", steps_per_call=2)
 
@@ -448,7 +448,7 @@ def add_on(kind: Any) -> Callable[..., Any]:
         ),
     ],
 )
-def test_a_run_that_cannot_be_compiled_is_the_eager_run_and_says_why_once(
+def test_a_run_that_cannot_be_compiled_runs_eagerly_and_warns_once(
     problem: Problem, cause: str, compiled: Any, eager: Any, settings: dict[str, Any]
 ) -> None:
     trainers = [make(problem, kind, **copy.copy(settings)) for kind in (compiled, eager)]
@@ -458,15 +458,15 @@ def test_a_run_that_cannot_be_compiled_is_the_eager_run_and_says_why_once(
             torch.manual_seed(2)
             trainer.fit(problem.batches[:4], max_length=Epochs(2))
 
-    told = [str(warning.message) for warning in caught if "without a graph" in str(warning.message)]
-    assert len(told) == 1
-    assert cause in told[0]
+    reported = [str(warning.message) for warning in caught if "without a graph" in str(warning.message)]
+    assert len(reported) == 1
+    assert cause in reported[0]
     assert_same_weights(*(trainer.model for trainer in trainers))
 
 
 @needs_compiler
 @pytest.mark.slow
-def test_a_hook_that_comes_between_two_runs_is_called(problem: Problem) -> None:
+def test_a_hook_added_between_two_compiled_runs_is_called(problem: Problem) -> None:
     seen: list[int] = []
     trainer = make(problem)
     trainer.fit(problem.batches, max_length=Epochs(1))
@@ -477,12 +477,12 @@ def test_a_hook_that_comes_between_two_runs_is_called(problem: Problem) -> None:
     assert seen == [8] * 12
 
 
-def test_an_unknown_mode_is_refused(problem: Problem) -> None:
+def test_an_unknown_mode_is_rejected(problem: Problem) -> None:
     with pytest.raises(ConfigError, match="mode: expected 'model' or 'step', got 'graph'"):
         make(problem, mode="graph")
 
 
-def test_the_modes_of_a_trainer_are_handed_on(problem: Problem) -> None:
+def test_the_compile_modes_of_a_trainer_are_passed_to_torch(problem: Problem) -> None:
     assert make(problem, mode="test")._mode == "test"
 
 

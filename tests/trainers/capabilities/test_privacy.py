@@ -87,7 +87,7 @@ def clipped_step(model: nn.Module, x: Tensor, y: Tensor, limit: float, rate: flo
 # ---------------------------------------------------------------------- what is computed
 
 
-def test_without_noise_and_with_a_huge_norm_it_is_the_plain_trainer() -> None:
+def test_dp_without_noise_and_with_a_huge_norm_equals_the_plain_trainer() -> None:
     one, other = private(exact_model(), NO_PRIVACY), plain(exact_model())
     one.fit(EXACT)
     other.fit(EXACT)
@@ -109,7 +109,7 @@ def test_every_sample_is_clipped_to_the_norm() -> None:
     )
 
 
-def test_the_norm_is_that_of_all_parameters_together() -> None:
+def test_the_clipping_norm_is_computed_over_all_parameters_together() -> None:
     trainer = private(exact_model(), {**NO_NOISE, **GIVEN, "max_grad_norm": 0.01}, momentum=0.0, num_epochs=1)
     before = torch.cat([value.flatten() for value in trainer.model.state_dict().values()])
     trainer.fit([(PROBLEM.x[:1].double(), PROBLEM.y[:1])])
@@ -117,7 +117,7 @@ def test_the_norm_is_that_of_all_parameters_together() -> None:
     assert moved.norm().item() == pytest.approx(0.5 * 0.01, rel=1e-3)
 
 
-def test_the_noise_has_the_standard_deviation_of_its_definition() -> None:
+def test_the_noise_has_the_documented_standard_deviation() -> None:
     def weights_after_one_update(noise: float) -> Tensor:
         model = nn.Linear(2000, 10, bias=False)
         nn.init.zeros_(model.weight)
@@ -131,7 +131,7 @@ def test_the_noise_has_the_standard_deviation_of_its_definition() -> None:
     assert abs(noise.mean().item()) < 0.05
 
 
-def test_accumulated_batches_are_one_large_batch() -> None:
+def test_accumulated_private_batches_equal_one_large_batch() -> None:
     settings = {**NO_NOISE, **GIVEN, "max_grad_norm": 0.3}
     x, y = EXACT
     small = list(zip(x.split(8), y.split(8), strict=True))
@@ -144,7 +144,7 @@ def test_accumulated_batches_are_one_large_batch() -> None:
     assert_close(one.model, other.model)
 
 
-def test_noise_is_added_once_per_update_however_many_batches_it_has() -> None:
+def test_noise_is_added_once_per_update_for_any_number_of_batches() -> None:
     one = private(exact_model(), GIVEN, accumulation_steps=4)
     other = private(exact_model(), GIVEN)
     x, y = EXACT
@@ -153,7 +153,7 @@ def test_noise_is_added_once_per_update_however_many_batches_it_has() -> None:
     assert_close(one.model, other.model)
 
 
-def test_parameters_of_a_module_that_opacus_does_not_know_are_clipped_too() -> None:
+def test_parameters_of_a_module_unknown_to_opacus_are_clipped_too() -> None:
     class Scale(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -171,7 +171,7 @@ def test_parameters_of_a_module_that_opacus_does_not_know_are_clipped_too() -> N
     assert_close(one.model, other.model)
 
 
-def test_a_step_that_optimises_through_the_context_is_the_automatic_one() -> None:
+def test_a_manual_private_step_equals_the_automatic_one() -> None:
     def by_hand(trainer: Any, batch: Any) -> dict[str, Tensor]:
         loss = cross_entropy(trainer.model(batch[0]), batch[1])
         trainer.context.backward(loss)
@@ -185,7 +185,7 @@ def test_a_step_that_optimises_through_the_context_is_the_automatic_one() -> Non
 
 
 @pytest.mark.parametrize("poisson", [False, True])
-def test_decorator_and_add_on_are_bit_equal(poisson: bool) -> None:
+def test_private_decorator_and_add_on_are_bit_equal(poisson: bool) -> None:
     settings = {"noise_seed": 5, "poisson_sampling": poisson}
     options = {
         "optim_function": "SGD",
@@ -202,7 +202,7 @@ def test_decorator_and_add_on_are_bit_equal(poisson: bool) -> None:
     assert_same_weights(one.model, other.model)
 
 
-def test_bfloat16_works_inside_and_outside() -> None:
+def test_bfloat16_works_inside_and_outside_the_private_layer() -> None:
     inside = PrivateTrainer(AMPTrainer(plain(), precision="bf16"), noise_seed=5)
     outside = AMPTrainer(PrivateTrainer(plain(), noise_seed=5), precision="bf16")
     inside.fit(DATA)
@@ -213,7 +213,7 @@ def test_bfloat16_works_inside_and_outside() -> None:
     assert_close(inside.model, full.model, within=0.2)
 
 
-def test_data_parallel_alone_in_one_process_changes_nothing() -> None:
+def test_data_parallel_in_one_process_does_not_change_private_training() -> None:
     whole, inside, outside = private(), DDPTrainer(private()), PrivateTrainer(DDPTrainer(plain()), noise_seed=5)
     whole.fit(DATA)
     for trainer in (inside, outside):
@@ -222,7 +222,7 @@ def test_data_parallel_alone_in_one_process_changes_nothing() -> None:
         assert trainer.epsilon == whole.epsilon
 
 
-def test_it_is_built_by_name_with_pymarlins_settings() -> None:
+def test_the_private_layer_is_built_by_name_with_the_settings_of_pymarlin() -> None:
     settings = {"noise_seed": 5, "per_sample_max_grad_norm": 0.5, "sample_rate": 0.0}
     options: dict[str, Any] = {"batch_size": 8, "num_epochs": 1, "verbose": False}
     for name, outer in (("sp-dp", ["PrivateTrainer"]), ("ddp-dp", ["PrivateTrainer", "DDPTrainer"])):
@@ -234,7 +234,7 @@ def test_it_is_built_by_name_with_pymarlins_settings() -> None:
         assert trainer.state_dict()["differential_privacy"]["spent"] == [[1.0, 8 / 96, 12]]
 
 
-def test_two_names_of_one_setting_are_refused() -> None:
+def test_two_names_of_one_setting_are_rejected() -> None:
     with pytest.raises(ConfigError, match="max_grad_norm and per_sample_max_grad_norm: give one of them"):
         build_trainer("sp-dp", PROBLEM.model(), "cpu", max_grad_norm=1.0, per_sample_max_grad_norm=1.0)
 
@@ -243,7 +243,7 @@ def test_two_names_of_one_setting_are_refused() -> None:
 
 
 @pytest.mark.parametrize("accountant", ["rdp", "prv"])
-def test_epsilon_is_that_of_the_accountant_for_the_same_updates(accountant: str) -> None:
+def test_epsilon_equals_the_value_of_the_opacus_accountant(accountant: str) -> None:
     trainer = private(privacy={"noise_multiplier": 1.3, "accountant": accountant})
     history = trainer.fit(DATA)
     expected = create_accountant(accountant)
@@ -253,7 +253,7 @@ def test_epsilon_is_that_of_the_accountant_for_the_same_updates(accountant: str)
     assert history.get_latest_metric("train_epsilon") == trainer.epsilon
 
 
-def test_an_update_of_several_batches_draws_that_many_times_the_samples() -> None:
+def test_an_update_of_several_batches_multiplies_the_sampling_rate() -> None:
     trainer = private(accumulation_steps=4)
     trainer.fit(DATA)
     expected = create_accountant("rdp")
@@ -263,15 +263,15 @@ def test_an_update_of_several_batches_draws_that_many_times_the_samples() -> Non
 
 
 def test_callbacks_receive_a_growing_epsilon() -> None:
-    heard = []
+    received = []
 
     class Watch(Callback):
         def on_epoch_end(self, context: Any, metrics: Any) -> None:
-            heard.append(metrics["train_epsilon"])
+            received.append(metrics["train_epsilon"])
 
     private(callbacks=[Watch()], num_epochs=3).fit(DATA)
-    assert len(heard) == 3
-    assert 0.0 < heard[0] < heard[1] < heard[2]
+    assert len(received) == 3
+    assert 0.0 < received[0] < received[1] < received[2]
 
 
 def test_epsilon_without_noise_is_infinite() -> None:
@@ -281,13 +281,13 @@ def test_epsilon_without_noise_is_infinite() -> None:
     assert trainer.epsilon == math.inf
 
 
-def test_the_noise_is_found_for_a_target() -> None:
+def test_the_noise_multiplier_is_computed_for_a_target_epsilon() -> None:
     trainer = private(privacy={**GIVEN, "target_epsilon": 1.0}, accumulation_steps=5)
     trainer.fit(DATA, max_length=Batches(30))
     # Two epochs of three updates each, and six batches of a third one: two more.
     assert trainer.context.progress.updates == 8
     assert 0.98 < trainer.epsilon <= 1.0
-    # A resumed run goes on with it, however long it is to be.
+    # A resumed run continues with it at any length.
     resumed = private(privacy={**GIVEN, "target_epsilon": 1.0}, accumulation_steps=5)
     resumed.load_state_dict(trainer.state_dict())
     resumed.fit(DATA, max_length=Batches(31))
@@ -326,14 +326,14 @@ def test_poisson_batches_are_divided_by_the_expected_size() -> None:
     assert_close(trainer.model, by_hand, within=1e-4)
 
 
-def test_every_epoch_draws_anew() -> None:
+def test_every_epoch_draws_new_poisson_samples() -> None:
     seen = Batchwise()
     private(privacy={"poisson_sampling": True}, callbacks=[seen]).fit(DATA)
     first, second = seen.batches[:12], seen.batches[12:]
     assert [len(x) for x, _ in first] != [len(x) for x, _ in second]
 
 
-def test_an_update_without_samples_is_noise_alone() -> None:
+def test_an_update_without_samples_applies_only_noise() -> None:
     seen = Batchwise()
     settings = {"poisson_sampling": True, "noise_seed": 0}
     trainer = private(privacy=settings, batch_size=1, callbacks=[seen], num_epochs=3, drop_last=False)
@@ -347,13 +347,13 @@ def test_an_update_without_samples_is_noise_alone() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulation_steps": 4}], ids=["each batch", "accumulated"])
-def test_resumed_is_uninterrupted(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_a_resumed_private_run_equals_an_uninterrupted_one(tmp_path: Path, options: dict[str, Any]) -> None:
     whole = private(**options)
     whole.fit(DATA)
     begun = private(**options)
     begun.fit(DATA, max_length=Batches(8))
     begun.save_checkpoint(tmp_path / "begun")
-    # No seed: the noise goes on from the checkpoint alone.
+    # No seed: the noise is restored only from the checkpoint.
     resumed = PrivateTrainer(plain(**options))
     resumed.fit(DATA, resume=tmp_path / "begun")
     assert_same_weights(resumed.model, whole.model)
@@ -396,7 +396,7 @@ def test_checkpoints_can_be_exchanged_with_a_trainer_without_privacy(tmp_path: P
     assert again.epsilon == 0.0
 
 
-def test_nothing_is_left_on_the_model_and_the_optimizer() -> None:
+def test_a_private_run_removes_its_hooks_from_model_and_optimizer() -> None:
     trainer = private()
     trainer.fit(DATA)
     assert all(vars(parameter) == {} for parameter in trainer.model.parameters())
@@ -405,7 +405,7 @@ def test_nothing_is_left_on_the_model_and_the_optimizer() -> None:
     assert not trainer.optimizer._optimizer_step_pre_hooks
 
 
-def test_an_error_leaves_nothing_that_the_next_run_would_count() -> None:
+def test_an_error_in_a_private_run_leaves_no_counted_samples() -> None:
     def failing(trainer: Any, batch: Any) -> dict[str, Tensor]:
         loss = cross_entropy(trainer.model(batch[0]), batch[1])
         if trainer.context.progress.batches == 3 and not failed:
@@ -423,7 +423,7 @@ def test_an_error_leaves_nothing_that_the_next_run_would_count() -> None:
     assert trainer.epsilon == whole.epsilon
 
 
-def test_evaluation_needs_no_privacy() -> None:
+def test_evaluation_works_without_privacy_checks() -> None:
     trainer = private()
     trainer.evaluate(DATA)
     assert trainer.predict(PROBLEM.x).shape == (96, 3)
@@ -437,13 +437,13 @@ def batch_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
 
 
-def test_batch_norm_is_refused_by_name_with_what_to_use() -> None:
+def test_batch_norm_is_rejected_by_name_with_an_alternative() -> None:
     advice = r"'1' \(BatchNorm1d\): use GroupNorm, or train the model .*fix\(model\) returns"
     with pytest.raises(ConfigError, match=advice):
         private(batch_norm()).fit(DATA)
 
 
-def test_batch_norm_without_parameters_is_refused_too() -> None:
+def test_batch_norm_without_parameters_is_rejected_too() -> None:
     with pytest.raises(ConfigError, match="BatchNorm1d"):
         private(nn.Sequential(nn.BatchNorm1d(6, affine=False), nn.Linear(6, 3))).fit(DATA)
 
@@ -457,67 +457,67 @@ def test_frozen_batch_norm_is_accepted() -> None:
     assert trainer.epsilon > 0.0
 
 
-def test_an_lstm_is_refused_with_its_private_twin() -> None:
+def test_an_lstm_is_rejected_with_the_name_of_its_private_replacement() -> None:
     with pytest.raises(ConfigError, match="cannot train LSTM: use DPLSTM"):
         private(nn.LSTM(6, 3)).fit(DATA)
 
 
-def test_a_layer_with_buffers_is_refused() -> None:
+def test_a_module_with_buffers_is_rejected() -> None:
     layer = nn.Linear(6, 3)
     layer.register_buffer("seen", torch.zeros(1))
     with pytest.raises(ConfigError, match=r"'0' \(Linear\) with its buffers"):
         private(nn.Sequential(layer)).fit(DATA)
 
 
-def test_gradient_clip_is_refused() -> None:
+def test_gradient_clip_is_rejected() -> None:
     with pytest.raises(ConfigError, match="gradient_clip and differential privacy: set only max_grad_norm"):
         private(gradient_clip=1.0).fit(DATA)
 
 
-def test_float16_is_refused() -> None:
+def test_float16_is_rejected() -> None:
     with pytest.raises(ConfigError, match="use bf16 in place of fp16"):
         AMPTrainer(private(), precision="fp16").fit(DATA)
 
 
-def test_several_optimizers_are_refused() -> None:
+def test_several_optimizers_are_rejected() -> None:
     model = PROBLEM.model()
     optimizers = [torch.optim.SGD(model[number].parameters(), lr=0.5, momentum=0.9) for number in (0, 3)]
     with pytest.raises(ConfigError, match="needs one optimizer, got 2"):
         private(model, optim_function=optimizers).fit(DATA)
 
 
-def test_a_parameter_that_is_not_the_models_is_refused() -> None:
+def test_a_parameter_that_does_not_belong_to_the_model_is_rejected() -> None:
     model, stray = PROBLEM.model(), nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([*model.parameters(), stray], lr=0.5, momentum=0.9)
     with pytest.raises(ConfigError, match="parameters that are not the model's"):
         private(model, optim_function=optimizer).fit(DATA)
 
 
-def test_an_optimizer_that_evaluates_the_loss_itself_is_refused() -> None:
+def test_an_optimizer_with_a_closure_is_rejected() -> None:
     with pytest.raises(ConfigError, match="one loss per batch"):
         private(optim_function="LBFGS").fit(DATA)
 
 
-def test_accumulation_of_poisson_batches_is_refused() -> None:
+def test_accumulation_of_poisson_batches_is_rejected() -> None:
     with pytest.raises(ConfigError, match="poisson_sampling and accumulation_steps"):
         private(privacy={"poisson_sampling": True}, accumulation_steps=2).fit(DATA)
 
 
 @pytest.mark.parametrize("data", [PROBLEM.batches, DATA], ids=["batches", "not shuffled"])
-def test_data_whose_sampling_is_not_known_is_refused(data: Any) -> None:
+def test_data_with_unknown_sampling_is_rejected(data: Any) -> None:
     with pytest.raises(ConfigError, match="needs to know how the training data is sampled"):
         private(shuffle=False).fit(data)
 
 
 @pytest.mark.parametrize("other", [Compiled, AutoBatch, ShardedDataParallel])
-def test_layers_that_would_break_the_guarantee_are_refused(other: type[Capability]) -> None:
+def test_layers_that_would_break_the_guarantee_are_rejected(other: type[Capability]) -> None:
     with pytest.raises(ConfigError, match=f"PrivateTrainer and {other.__name__} cannot be combined: "):
         PrivateTrainer(Trainer.add_on(other)(PROBLEM.model(), "cpu"))
     with pytest.raises(ConfigError, match=f"{other.__name__} and DifferentialPrivacy cannot be combined: "):
         Trainer.add_on(DifferentialPrivacy, other)(PROBLEM.model(), "cpu")
 
 
-def test_parameters_in_parts_are_refused_whatever_is_in_between() -> None:
+def test_sharded_parameters_are_rejected_at_any_depth_of_layers() -> None:
     with pytest.raises(ConfigError, match="PrivateTrainer and FSDPTrainer cannot be combined: "):
         PrivateTrainer(AMPTrainer(FSDPTrainer(plain(PROBLEM.model()))))
 
@@ -530,7 +530,7 @@ def test_parameters_in_parts_are_refused_whatever_is_in_between() -> None:
     ],
     ids=["sum", "class weights"],
 )
-def test_a_criterion_that_is_no_mean_over_samples_is_refused(criterion: nn.Module, sentence: str) -> None:
+def test_a_criterion_that_is_not_a_mean_over_samples_is_rejected(criterion: nn.Module, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         private(criterion=criterion).fit(DATA)
 
@@ -597,7 +597,7 @@ def of_one_layer(trainer: Any, batch: Any) -> dict[str, Any]:
         (of_one_layer, "the loss does not depend on '3.weight'"),
     ],
 )
-def test_a_step_that_would_break_the_guarantee_is_refused(step: Callable[..., Any], sentence: str) -> None:
+def test_a_step_that_would_break_the_guarantee_is_rejected(step: Callable[..., Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         private(train_step=step).fit(DATA)
 
@@ -617,12 +617,12 @@ def test_invalid_settings_are_rejected(settings: dict[str, Any], sentence: str) 
         private(privacy=settings)
 
 
-def test_an_unknown_accountant_is_named() -> None:
+def test_an_unknown_accountant_is_rejected_by_name() -> None:
     with pytest.raises(UnknownNameError, match="unknown accountant 'gdp': did you mean 'rdp'"):
         private(privacy={"accountant": "gdp"})
 
 
-def test_without_opacus_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_opacus_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opacus.accountants", None)
     with pytest.raises(MissingExtraError, match=r"opacus is not installed: pip install 'dovetail\[privacy\]'"):
         private()

@@ -34,7 +34,7 @@ MOUNTS = pytest.mark.parametrize("kind", [Trainer.add_on(Timed), decorated], ids
 
 
 @MOUNTS
-def test_every_call_of_a_verb_is_counted(kind: Any) -> None:
+def test_every_call_of_a_verb_is_timed(kind: Any) -> None:
     trainer = make(kind, val_dataset=(X, Y), accumulation_steps=2)
     trainer.fit(max_length=Epochs(2))
     assert {name: spent.calls for name, spent in trainer.verb_times.items()} == {
@@ -55,7 +55,7 @@ def test_every_call_of_a_verb_is_counted(kind: Any) -> None:
 
 
 @MOUNTS
-def test_the_weights_are_those_without_it(kind: Any) -> None:
+def test_timing_does_not_change_the_weights(kind: Any) -> None:
     plain, timed = make(Trainer), make(kind)
     for trainer in (plain, timed):
         trainer.fit(max_length=Epochs(2))
@@ -63,7 +63,7 @@ def test_the_weights_are_those_without_it(kind: Any) -> None:
 
 
 @MOUNTS
-def test_time_is_counted_once(kind: Any) -> None:
+def test_nested_calls_are_timed_once(kind: Any) -> None:
     def train_step(trainer: Any, batch: Any) -> Mapping[str, Any]:
         loss = nn.functional.cross_entropy(trainer.model(batch[0]), batch[1])
         # Inside of train_step, and all but all of its time.
@@ -78,17 +78,17 @@ def test_time_is_counted_once(kind: Any) -> None:
     assert trainer.verb_times["backward"].seconds > trainer.verb_times["train_step"].seconds > 0
 
 
-def test_the_times_are_parts_of_the_run() -> None:
+def test_the_times_of_the_verbs_sum_to_at_most_the_run() -> None:
     trainer = make(Trainer.add_on(Timed))
-    began = perf_counter()
+    start_time = perf_counter()
     trainer.fit(max_length=Epochs(3))
-    elapsed = perf_counter() - began
+    elapsed = perf_counter() - start_time
     # Anything that is counted twice makes the rest negative.
     assert all(spent.seconds >= 0 for spent in trainer.verb_times.values())
     assert 0 < sum(spent.seconds for spent in trainer.verb_times.values()) <= elapsed
 
 
-def test_the_times_are_those_of_the_last_run() -> None:
+def test_the_times_are_reset_at_every_run() -> None:
     trainer = make(Trainer.add_on(Timed))
     assert trainer.verb_times == {}
     trainer.fit(max_length=Epochs(1))
@@ -96,7 +96,7 @@ def test_the_times_are_those_of_the_last_run() -> None:
     assert set(trainer.verb_times) == {"setup", "data", "to_device", "test_step", "rest"}
 
 
-def test_a_running_run_has_times_so_far() -> None:
+def test_times_are_available_during_a_run() -> None:
     seen: list[float] = []
 
     def on_epoch_end(context: Any, metrics: Mapping[str, float]) -> None:
@@ -107,7 +107,7 @@ def test_a_running_run_has_times_so_far() -> None:
 
 
 @MOUNTS
-def test_explain_shows_them_after_a_run(kind: Any) -> None:
+def test_explain_shows_times_after_a_run(kind: Any) -> None:
     trainer = make(kind)
     assert "time of the last run" not in trainer.explain()
     trainer.fit(max_length=Epochs(1))
@@ -117,7 +117,7 @@ def test_explain_shows_them_after_a_run(kind: Any) -> None:
     assert shown == list(trainer.verb_times)
 
 
-def test_explain_and_dry_run_do_not_count() -> None:
+def test_explain_and_dry_run_are_not_timed() -> None:
     trainer = make(Trainer.add_on(Timed), val_dataset=(X, Y))
     trainer.fit(max_length=Epochs(1))
     before = trainer.verb_times
@@ -126,7 +126,7 @@ def test_explain_and_dry_run_do_not_count() -> None:
     assert trainer.verb_times == before
 
 
-def test_explain_without_it_shows_no_times() -> None:
+def test_explain_without_the_timed_layer_shows_no_times() -> None:
     trainer = make(Trainer)
     trainer.fit(max_length=Epochs(1))
     assert "time of the last run" not in trainer.explain()

@@ -22,7 +22,7 @@ def make(problem: Problem, schedule: Any, **options: Any) -> Trainer:
     return Trainer(problem.model(), "cpu", optim_function="SGD", lr_scheduler=schedule, verbose=False, **options)
 
 
-def test_a_schedule_records_nothing_unless_asked(problem: Problem) -> None:
+def test_a_schedule_records_no_rates_by_default(problem: Problem) -> None:
     for schedule in (Triangular(), recording(lr_history_size=None), recording(no_lr_history=True)):
         make(problem, schedule).fit(problem.batches, max_length=Epochs(1))
         assert schedule.lr_history is None
@@ -41,7 +41,7 @@ def test_a_schedule_of_epochs_records_the_rate_of_every_epoch(problem: Problem) 
     assert schedule.lr_history == [0.1, 0.1, 0.01, 0.01]
 
 
-def test_a_size_is_the_most_that_is_recorded(problem: Problem) -> None:
+def test_a_record_size_limits_the_number_of_recorded_rates(problem: Problem) -> None:
     schedule = recording(lr_history_size=5)
     make(problem, schedule).fit(problem.batches, max_length=Epochs(1))
     assert schedule.lr_history == [0.0, 0.25, 0.5, 0.75, 1.0]
@@ -57,7 +57,7 @@ def test_calls_of_get_lr_are_recorded() -> None:
 
 
 @pytest.mark.parametrize("tries", [lambda it, data: it.fit(data, data, dry_run=True), lambda it, _: it.explain()])
-def test_dry_runs_leave_no_record(problem: Problem, tries: Any, tmp_path: Any) -> None:
+def test_dry_runs_record_no_rates(problem: Problem, tries: Any, tmp_path: Any) -> None:
     schedule = recording()
     trainer = make(problem, schedule, checkpoint_dir=tmp_path, train_dataset=problem.batches)
     trainer.fit(max_length=Epochs(1))
@@ -71,22 +71,22 @@ def test_recorded_values_do_not_affect_equality() -> None:
     assert "history" not in repr(recording())
 
 
-def test_the_state_of_a_scheduler_that_records_fits_one_that_does_not() -> None:
+def test_the_state_of_a_recording_scheduler_fits_one_that_does_not_record() -> None:
     optimizer = SGD([torch.zeros(1)], lr=1.0)
-    told, quiet = (recording(lr_history_size=size).bind(optimizer) for size in (0, None))
-    told.step()
-    quiet.load_state_dict(told.state_dict())
+    reported, quiet = (recording(lr_history_size=size).bind(optimizer) for size in (0, None))
+    reported.step()
+    quiet.load_state_dict(reported.state_dict())
     assert quiet.last_epoch == 1
-    told.load_state_dict(quiet.state_dict())
-    assert told.schedule.lr_history == []
+    reported.load_state_dict(quiet.state_dict())
+    assert reported.schedule.lr_history == []
 
 
-def test_a_size_that_is_no_number_is_named() -> None:
+def test_an_invalid_record_size_is_rejected_by_name() -> None:
     with pytest.raises(ConfigError, match="LinearDecay: lr_history_size: expected a whole number that is at least 0"):
         LinearDecay(lr_history_size=2.5)  # type: ignore[arg-type]  # a user's mistake
 
 
 @pytest.mark.parametrize("schedule", [4.2, [0, 4, 2], None])
-def test_epochs_with_values_are_a_mapping(schedule: Any) -> None:
+def test_epochs_with_values_must_be_a_mapping(schedule: Any) -> None:
     with pytest.raises(ConfigError, match="EpochSet: expected a mapping of epochs to values, "):
         EpochSet(schedule)

@@ -32,7 +32,7 @@ class Counting(SchedulerBase):
         return [rate * self._step_count / self.total_iters for rate in self.base_lrs]
 
 
-def test_the_next_scheduler_of_a_chain_follows_at_the_sum_of_the_lengths() -> None:
+def test_a_chain_switches_schedulers_at_the_sum_of_their_lengths() -> None:
     optimizer = make_optimizer()
     lengths = (3, 5, 2)
     chain = SchedulerChain(*(CosineAnnealingScheduler(optimizer, length) for length in lengths))
@@ -42,7 +42,7 @@ def test_the_next_scheduler_of_a_chain_follows_at_the_sum_of_the_lengths() -> No
     assert SchedulerChain(WarmUpScheduler(make_optimizer(), 4)).next_iters == []
 
 
-def test_a_scheduler_that_defines_get_lr_steps_as_torch_does() -> None:
+def test_a_scheduler_that_defines_get_lr_steps_as_in_torch() -> None:
     optimizer = make_optimizer()
     scheduler = Halving(optimizer, 4)
     rates = []
@@ -53,7 +53,7 @@ def test_a_scheduler_that_defines_get_lr_steps_as_torch_does() -> None:
     assert rates == [1.0, 0.5, 0.25, 0.125]
 
 
-def test_a_scheduler_that_defines_get_lr_is_a_link_of_a_chain() -> None:
+def test_a_scheduler_that_defines_get_lr_can_be_part_of_a_chain() -> None:
     optimizer = make_optimizer()
     chain = SchedulerChain(Counting(optimizer, 2), Halving(optimizer, 3))
     rates = []
@@ -65,6 +65,6 @@ def test_a_scheduler_that_defines_get_lr_is_a_link_of_a_chain() -> None:
     assert [link.last_epoch for link in chain.schedulers] == [0, 0]
 
 
-def test_a_scheduler_that_defines_nothing_cannot_be_made() -> None:
+def test_a_scheduler_without_any_method_cannot_be_instantiated() -> None:
     with pytest.raises(TypeError, match=r"SchedulerBase: expected a class that defines lrs_at\(step\) or get_lr\(\)"):
         SchedulerBase(make_optimizer(), 4)

@@ -50,11 +50,11 @@ def batches(strategy: DataLoaderStrategy, context: TrainingContext, sampler: Any
     return [batch.tolist() for (batch,) in strategy.create_train_loader(NUMBERS, sampler, 4, context)]
 
 
-def test_the_default_reads_in_order(context: TrainingContext) -> None:
+def test_the_default_loader_reads_in_order(context: TrainingContext) -> None:
     assert batches(DefaultDataLoaderStrategy(), context) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
-def test_a_last_batch_that_is_not_full_may_be_dropped(context: TrainingContext) -> None:
+def test_an_incomplete_last_batch_may_be_dropped(context: TrainingContext) -> None:
     assert batches(DefaultDataLoaderStrategy(drop_last=True), context) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
@@ -66,7 +66,7 @@ def test_indices_are_drawn_in_a_new_order_every_epoch(context: TrainingContext) 
     assert first != second
 
 
-def test_the_order_follows_from_the_seed() -> None:
+def test_the_loader_order_follows_from_the_seed() -> None:
     def order(seed: int) -> list[list[int]]:
         context = TrainingContext()
         context.state["order_seed"] = seed
@@ -75,12 +75,12 @@ def test_the_order_follows_from_the_seed() -> None:
     assert order(5) == order(5) != order(6)
 
 
-def test_a_sampler_of_torch_keeps_its_order(context: TrainingContext) -> None:
+def test_a_torch_sampler_keeps_its_order(context: TrainingContext) -> None:
     whole = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert batches(ShuffleDataLoaderStrategy(), context, SequentialSampler(NUMBERS)) == whole
 
 
-def test_a_sampler_source_is_asked(context: TrainingContext) -> None:
+def test_a_sampler_source_provides_the_sampler(context: TrainingContext) -> None:
     assert [sorted(batch) for batch in batches(DefaultDataLoaderStrategy(), context, Source())] == [[1, 3]]
 
 
@@ -88,7 +88,7 @@ def test_a_torch_sampler_of_indices_reads_only_those(context: TrainingContext) -
     assert [sorted(it) for it in batches(DefaultDataLoaderStrategy(), context, SubsetRandomSampler([7, 2]))] == [[2, 7]]
 
 
-def test_samples_are_collated_by_the_function_given(context: TrainingContext) -> None:
+def test_samples_are_collated_by_the_given_function(context: TrainingContext) -> None:
     strategy = CustomCollateFnDataLoaderStrategy(lambda samples: [int(x) for (x,) in samples], drop_last=True)
     assert list(strategy.create_train_loader(NUMBERS, None, 4, context)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
@@ -107,17 +107,17 @@ def test_prefetching_shuffles_by_the_seed_as_the_default_does(context: TrainingC
     assert [batch.tolist() for batch in prefetched] == [batch.tolist() for batch in plain]
 
 
-def test_prefetching_without_processes_is_the_default(context: TrainingContext) -> None:
+def test_prefetching_without_processes_equals_the_default_loader(context: TrainingContext) -> None:
     loader = PrefetchDataLoaderStrategy(num_workers=0).create_train_loader(Squares(), None, 4, context)
     assert [batch.tolist() for batch in loader] == [[0, 1, 4, 9], [16, 25]]
 
 
-def test_a_stream_is_read_in_its_own_order(context: TrainingContext) -> None:
+def test_a_stream_is_read_in_its_given_order(context: TrainingContext) -> None:
     loader = ShuffleDataLoaderStrategy().create_train_loader(Stream(), None, 3, context)
     assert [batch.tolist() for batch in loader] == [[0, 1, 2], [3]]
 
 
-def test_data_in_batches_is_left_as_it_is(context: TrainingContext) -> None:
+def test_batched_data_is_left_unchanged(context: TrainingContext) -> None:
     ready = [torch.zeros(2), torch.zeros(2)]
     assert DefaultDataLoaderStrategy().create_train_loader(ready, None, 4, context) is ready
 
@@ -125,18 +125,18 @@ def test_data_in_batches_is_left_as_it_is(context: TrainingContext) -> None:
 # Batch sizes that change
 
 
-def test_a_size_without_a_function_is_the_initial_one(context: TrainingContext) -> None:
+def test_a_batch_size_without_a_function_is_constant(context: TrainingContext) -> None:
     strategy = DynamicBatchSizeDataLoaderStrategy(initial_batch_size=3)
     assert [len(batch) for batch in batches(strategy, context)] == [3, 3, 3, 1]
 
 
-def test_no_batch_is_larger_than_the_largest(context: TrainingContext) -> None:
+def test_no_batch_exceeds_the_maximum_size(context: TrainingContext) -> None:
     strategy = DynamicBatchSizeDataLoaderStrategy(max_batch_size=5, adjust_fn=lambda context: 100)
     assert [len(batch) for batch in batches(strategy, context)] == [5, 5]
 
 
 @pytest.mark.parametrize("size", [0, 2.5, True])
-def test_an_impossible_size_is_refused(size: Any, context: TrainingContext) -> None:
+def test_an_invalid_batch_size_is_rejected(size: Any, context: TrainingContext) -> None:
     with pytest.raises(ConfigError, match=f"adjust_fn: expected a whole number that is at least 1, got {size}"):
         batches(DynamicBatchSizeDataLoaderStrategy(adjust_fn=lambda context: size), context)
     with pytest.raises(
@@ -146,12 +146,12 @@ def test_an_impossible_size_is_refused(size: Any, context: TrainingContext) -> N
 
 
 @pytest.mark.parametrize("data", [Stream(), DataLoader(range(8), batch_size=2)], ids=["stream", "batches"])
-def test_what_has_its_own_batches_cannot_have_changing_sizes(data: Any, context: TrainingContext) -> None:
+def test_batched_data_rejects_a_changing_batch_size(data: Any, context: TrainingContext) -> None:
     with pytest.raises(DataError, match="expected a dataset with indices"):
         DynamicBatchSizeDataLoaderStrategy().create_train_loader(data, None, 4, context)
 
 
-def test_the_size_changes_from_epoch_to_epoch(problem: Problem, train: Callable[..., ComposableTrainer]) -> None:
+def test_the_batch_size_changes_from_epoch_to_epoch(problem: Problem, train: Callable[..., ComposableTrainer]) -> None:
     trainer = train(
         problem.model(),
         (problem.x, problem.y),
@@ -163,7 +163,7 @@ def test_the_size_changes_from_epoch_to_epoch(problem: Problem, train: Callable[
     assert trainer.context.progress.batches == 96 // 12 + 96 // 24 + 96 // 48
 
 
-def test_changing_sizes_go_on_within_an_epoch(problem: Problem, tmp_path: Path) -> None:
+def test_changing_batch_sizes_resume_within_an_epoch(problem: Problem, tmp_path: Path) -> None:
     def trainer() -> ComposableTrainer:
         trainer = ComposableTrainer(
             problem.model(),

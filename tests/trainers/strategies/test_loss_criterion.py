@@ -45,7 +45,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("strategy", "criterion", "labels"), PAIRS)
-def test_a_strategy_computes_the_loss_of_torch(
+def test_a_loss_strategy_computes_the_loss_of_torch(
     strategy: LossCriterionStrategy, criterion: nn.Module, labels: torch.Tensor, context: TrainingContext
 ) -> None:
     assert torch.equal(strategy.compute_loss(LOGITS, labels, context), criterion(LOGITS, labels))
@@ -57,7 +57,7 @@ def test_binary_cross_entropy_takes_integer_labels(context: TrainingContext) -> 
     assert torch.equal(BCEWithLogitsLossStrategy().compute_loss(LOGITS, labels, context), expected)
 
 
-def test_class_weights_move_to_the_outputs_once(context: TrainingContext) -> None:
+def test_class_weights_move_to_the_device_of_the_outputs_once(context: TrainingContext) -> None:
     strategy = CrossEntropyLossStrategy(weight=WEIGHT)
     strategy.compute_loss(LOGITS.to("meta"), CLASSES.to("meta"), context)
     moved = strategy.weight
@@ -67,14 +67,14 @@ def test_class_weights_move_to_the_outputs_once(context: TrainingContext) -> Non
     assert strategy.weight is moved
 
 
-def test_a_composite_is_the_weighted_sum_of_its_parts(context: TrainingContext) -> None:
+def test_a_composite_loss_is_the_weighted_sum_of_its_parts(context: TrainingContext) -> None:
     labels = torch.eye(3)
     composite = CompositeLossStrategy([MSELossStrategy(), (BCEWithLogitsLossStrategy(), 0.5)])
     expected = nn.MSELoss()(LOGITS, labels) + 0.5 * nn.BCEWithLogitsLoss()(LOGITS, labels)
     assert torch.equal(composite.compute_loss(LOGITS, labels, context), expected)
 
 
-def test_a_composite_of_nothing_is_refused() -> None:
+def test_an_empty_composite_loss_is_rejected() -> None:
     with pytest.raises(ConfigError, match="at least one loss"):
         CompositeLossStrategy([])
 
@@ -91,7 +91,7 @@ def test_l2_sums_the_squares_of_trainable_parameters_only(context: TrainingConte
     assert torch.equal(model.weight.grad, model.weight)
 
 
-def test_l2_in_a_composite_is_weight_decay(problem: Problem, train: Callable[..., ComposableTrainer]) -> None:
+def test_l2_in_a_composite_loss_equals_weight_decay(problem: Problem, train: Callable[..., ComposableTrainer]) -> None:
     model, by_hand = problem.model(dtype=torch.float64), problem.model(dtype=torch.float64)
     data = [(x.double(), y) for x, y in problem.batches]
     train(
@@ -105,12 +105,12 @@ def test_l2_in_a_composite_is_weight_decay(problem: Problem, train: Callable[...
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-def test_the_default_is_cross_entropy(context: TrainingContext) -> None:
+def test_the_default_loss_is_cross_entropy(context: TrainingContext) -> None:
     loss = DefaultLossCriterionStrategy().compute_loss(LOGITS, CLASSES, context)
     assert torch.equal(loss, functional.cross_entropy(LOGITS, CLASSES))
 
 
-def test_the_default_follows_the_configuration_of_each_run(context: TrainingContext) -> None:
+def test_the_default_loss_follows_the_configuration_of_each_run(context: TrainingContext) -> None:
     strategy = DefaultLossCriterionStrategy()
     context.config = {"loss_criterion": "L1Loss", "parameters": {"loss_criterion": {"reduction": "sum"}}}
     first = strategy.compute_loss(LOGITS, torch.zeros(3, 3), context)
@@ -120,20 +120,20 @@ def test_the_default_follows_the_configuration_of_each_run(context: TrainingCont
     assert strategy.compute_loss(LOGITS, torch.zeros(3, 3), context) == LOGITS.square().mean()
 
 
-def test_an_unknown_loss_in_the_configuration_is_answered_with_the_nearest(context: TrainingContext) -> None:
+def test_an_unknown_loss_in_the_configuration_suggests_the_nearest(context: TrainingContext) -> None:
     context.config = {"loss_criterion": "MSLoss"}
     with pytest.raises(UnknownNameError, match="did you mean 'MSELoss'"):
         DefaultLossCriterionStrategy().compute_loss(LOGITS, LOGITS, context)
 
 
-def test_the_state_of_a_loss_that_is_a_module_is_kept() -> None:
+def test_the_state_of_a_loss_module_is_saved() -> None:
     kept = DefaultLossCriterionStrategy(nn.CrossEntropyLoss(WEIGHT)).state_dict()
     criterion = nn.CrossEntropyLoss(torch.ones(3))
     DefaultLossCriterionStrategy(criterion).load_state_dict(kept)
     assert torch.equal(criterion.weight, WEIGHT)
 
 
-def test_training_with_a_loss_strategy_is_training_by_hand(
+def test_training_with_a_loss_strategy_equals_a_hand_written_loop(
     problem: Problem, train: Callable[..., ComposableTrainer]
 ) -> None:
     model, by_hand = problem.model(), problem.model()

@@ -83,20 +83,20 @@ class Watches(ModelUpdateStrategy):
 
 
 @pytest.mark.parametrize(("strategy", "of_torch"), PAIRS, ids=lambda it: type(it).__name__)
-def test_a_strategy_moves_the_rate_as_torch_does(strategy: Any, of_torch: Any, context: TrainingContext) -> None:
+def test_a_scheduler_strategy_changes_the_rate_as_torch_does(
+    strategy: Any, of_torch: Any, context: TrainingContext
+) -> None:
     scheduler = of_torch(sgd())
     assert strategy_rates(strategy, context) == rates(scheduler, scheduler.step)
 
 
-def test_no_scheduler_keeps_the_rate(problem: Problem, train: Callable[..., ComposableTrainer]) -> None:
+def test_without_a_scheduler_the_rate_is_constant(problem: Problem, train: Callable[..., ComposableTrainer]) -> None:
     trainer = train(problem.model(), problem.batches, epochs=2, lr_scheduler_strategy=NoSchedulerStrategy())
     assert trainer.context.schedulers == []
     assert trainer.optimizer.param_groups[0]["lr"] == 0.01
 
 
-def test_a_schedule_steps_once_per_epoch_unless_told_otherwise(
-    problem: Problem, train: Callable[..., ComposableTrainer]
-) -> None:
+def test_a_schedule_steps_once_per_epoch_by_default(problem: Problem, train: Callable[..., ComposableTrainer]) -> None:
     trainer = train(
         problem.model(), problem.batches, epochs=3, lr_scheduler_strategy=ExponentialLRSchedulerStrategy(0.5)
     )
@@ -138,7 +138,7 @@ def test_a_schedule_per_batch_counts_batches(problem: Problem, train: Callable[.
         ({"frequency": 1.5}, "a whole number"),
     ],
 )
-def test_an_impossible_interval_is_refused(keywords: dict[str, Any], message: str) -> None:
+def test_an_invalid_interval_is_rejected(keywords: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         StepLRSchedulerStrategy(**keywords)
 
@@ -146,11 +146,11 @@ def test_an_impossible_interval_is_refused(keywords: dict[str, Any], message: st
 # By configuration
 
 
-def test_the_default_without_a_configuration_is_none(context: TrainingContext) -> None:
+def test_without_a_configuration_the_default_scheduler_is_none(context: TrainingContext) -> None:
     assert DefaultLRSchedulerStrategy().create_scheduler(sgd(), context) is None
 
 
-def test_the_default_takes_name_and_settings_from_the_configuration(context: TrainingContext) -> None:
+def test_the_default_scheduler_takes_name_and_settings_from_the_configuration(context: TrainingContext) -> None:
     context.config = {"lr_scheduler": "StepLR", "parameters": {"learning_rate": {"step_size": 2, "gamma": 0.5}}}
     assert strategy_rates(DefaultLRSchedulerStrategy(), context, 5) == [1.0, 1.0, 0.5, 0.5, 0.25]
 
@@ -161,7 +161,7 @@ def test_a_cosine_by_name_ends_with_the_last_epoch(context: TrainingContext) -> 
     assert strategy_rates(DefaultLRSchedulerStrategy(), context, 5)[-1] == pytest.approx(0.0)
 
 
-def test_an_unknown_scheduler_in_the_configuration_is_answered_with_the_nearest(context: TrainingContext) -> None:
+def test_an_unknown_scheduler_in_the_configuration_suggests_the_nearest(context: TrainingContext) -> None:
     context.config = {"lr_scheduler": "StepLr"}
     with pytest.raises(UnknownNameError, match="did you mean 'StepLR'"):
         DefaultLRSchedulerStrategy().create_scheduler(sgd(), context)
@@ -181,7 +181,7 @@ def test_a_cosine_that_continues_earlier_runs_ends_with_the_last_run(context: Tr
     assert strategy_rates(DefaultLRSchedulerStrategy(), context, 3) == pytest.approx([0.25, 0.0669873, 0.0], abs=1e-6)
 
 
-def test_the_default_calls_its_function_with_the_optimizer(context: TrainingContext) -> None:
+def test_the_default_scheduler_calls_its_function_with_the_optimizer(context: TrainingContext) -> None:
     strategy = DefaultLRSchedulerStrategy(partial(StepLR, step_size=1, gamma=0.5))
     assert strategy_rates(strategy, context, 3) == [1.0, 0.5, 0.25]
 
@@ -216,7 +216,7 @@ def test_a_plateau_lowers_the_rate_after_its_patience(context: TrainingContext) 
     assert seen == [1.0, 1.0, 0.5, 0.5]
 
 
-def test_a_plateau_does_not_count_an_epoch_that_was_not_validated(context: TrainingContext) -> None:
+def test_a_plateau_ignores_an_epoch_without_validation(context: TrainingContext) -> None:
     strategy = ReduceLROnPlateauSchedulerStrategy(patience=0)
     scheduler = strategy.create_scheduler(sgd(), context)
     context.run.validation, context.run.validated_at, context.progress.batches = {"valid_loss": 1.0}, 4, 4
@@ -227,7 +227,7 @@ def test_a_plateau_does_not_count_an_epoch_that_was_not_validated(context: Train
     assert scheduler.num_bad_epochs == 0
 
 
-def test_a_plateau_without_validation_sees_the_last_loss(context: TrainingContext) -> None:
+def test_a_plateau_without_validation_uses_the_last_training_loss(context: TrainingContext) -> None:
     strategy = ReduceLROnPlateauSchedulerStrategy()
     scheduler = strategy.create_scheduler(sgd(), context)
     context.state["last_loss"] = torch.tensor(0.25)
@@ -235,7 +235,7 @@ def test_a_plateau_without_validation_sees_the_last_loss(context: TrainingContex
     assert scheduler.best == 0.25
 
 
-def test_a_plateau_of_an_unknown_metric_is_answered_with_the_nearest(context: TrainingContext) -> None:
+def test_a_plateau_of_an_unknown_metric_suggests_the_nearest(context: TrainingContext) -> None:
     strategy = ReduceLROnPlateauSchedulerStrategy(monitor="valid_acc")
     context.run.validation = {"valid_accuracy": 0.5}
     with pytest.raises(UnknownNameError, match="did you mean 'valid_accuracy'"):
@@ -245,7 +245,7 @@ def test_a_plateau_of_an_unknown_metric_is_answered_with_the_nearest(context: Tr
 # Warm-up
 
 
-def test_a_warm_up_is_torchs_sequence_of_a_line_and_the_base(context: TrainingContext) -> None:
+def test_a_warm_up_equals_the_sequential_scheduler_of_torch(context: TrainingContext) -> None:
     strategy = WarmupSchedulerStrategy(3, 0.25, StepLRSchedulerStrategy(2, 0.5))
     optimizer = sgd()
     line, steps = LinearLR(optimizer, 0.25, total_iters=3), StepLR(optimizer, 2, 0.5)
@@ -253,16 +253,16 @@ def test_a_warm_up_is_torchs_sequence_of_a_line_and_the_base(context: TrainingCo
     assert strategy_rates(strategy, context) == pytest.approx(rates(sequence, sequence.step))
 
 
-def test_a_warm_up_alone_ends_at_the_optimizers_rate(context: TrainingContext) -> None:
+def test_a_warm_up_without_a_base_ends_at_the_rate_of_the_optimizer(context: TrainingContext) -> None:
     assert strategy_rates(WarmupSchedulerStrategy(4, 0.0), context, 6) == [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
 
 
-def test_a_warm_up_of_no_step_is_its_base(context: TrainingContext) -> None:
+def test_a_warm_up_of_zero_steps_is_its_base(context: TrainingContext) -> None:
     base = StepLRSchedulerStrategy(2, 0.5)
     assert strategy_rates(WarmupSchedulerStrategy(0, 0.0, base), context) == strategy_rates(base, context)
 
 
-def test_a_warm_up_leads_to_the_first_rate_of_its_base(context: TrainingContext) -> None:
+def test_a_warm_up_ends_at_the_first_rate_of_its_base(context: TrainingContext) -> None:
     base = LinearLRSchedulerStrategy(0.5, 1.0, 2)
     assert strategy_rates(WarmupSchedulerStrategy(2, 0.0, base), context, 6) == [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
 
@@ -275,14 +275,14 @@ def test_a_warm_up_gives_each_group_its_own_rate(context: TrainingContext) -> No
     assert scheduler.get_last_lr() == [1.0, 2.0]
 
 
-def test_a_plateau_after_a_warm_up_still_sees_its_metric(context: TrainingContext) -> None:
+def test_a_plateau_after_a_warm_up_receives_its_metric(context: TrainingContext) -> None:
     strategy = WarmupSchedulerStrategy(1, 0.0, ReduceLROnPlateauSchedulerStrategy(factor=0.5, patience=0))
     context.state["last_loss"] = 1.0
     assert strategy_rates(strategy, context, 5) == [0.0, 1.0, 1.0, 0.5, 0.25]
 
 
 @pytest.mark.parametrize("stop", [2, 5])
-def test_a_warm_up_goes_on_where_its_state_was_taken(stop: int, context: TrainingContext) -> None:
+def test_a_warm_up_continues_from_its_saved_state(stop: int, context: TrainingContext) -> None:
     # P-PL-16: the original keeps the warm-up's state only.
     strategy = WarmupSchedulerStrategy(3, 0.0, CosineAnnealingLRSchedulerStrategy(4))
     whole = strategy_rates(strategy, context, 8)
@@ -296,12 +296,12 @@ def test_a_warm_up_goes_on_where_its_state_was_taken(stop: int, context: Trainin
     assert rates(second, lambda: strategy.step(second, context), 8 - stop) == whole[stop:]
 
 
-def test_a_warm_up_with_another_interval_than_its_base_is_refused() -> None:
+def test_a_warm_up_rejects_a_base_with_another_interval() -> None:
     with pytest.raises(ConfigError, match="give both the same interval and frequency"):
         WarmupSchedulerStrategy(5, 0.0, StepLRSchedulerStrategy(interval="update"))
 
 
-def test_a_base_that_knows_its_interval_only_when_it_is_made_is_refused_then(context: TrainingContext) -> None:
+def test_a_base_whose_interval_is_known_only_when_built_is_rejected_then(context: TrainingContext) -> None:
     strategy = WarmupSchedulerStrategy(5, 0.0, as_strategy("lr_scheduler", Triangular(stepsize=4)))
     with pytest.raises(ConfigError, match="give both the same interval and frequency"):
         strategy.create_scheduler(sgd(), context)
@@ -345,7 +345,7 @@ def test_a_timm_scheduler_receives_updates_and_epochs(
     assert trainer.optimizer.param_groups[0]["lr"] == math.cos(0.04)
 
 
-def test_a_repr_shows_what_was_set() -> None:
+def test_the_repr_of_a_scheduler_strategy_shows_its_settings() -> None:
     strategy = WarmupSchedulerStrategy(2, 0.1, CosineAnnealingLRSchedulerStrategy(T_max=50))
     assert repr(strategy) == (
         "WarmupSchedulerStrategy(warmup_epochs=2, warmup_start_lr=0.1, "
@@ -353,7 +353,7 @@ def test_a_repr_shows_what_was_set() -> None:
     )
 
 
-def test_a_run_that_was_cut_in_two_has_the_rates_of_one(problem: Problem, tmp_path: Path) -> None:
+def test_a_run_split_in_two_has_the_rates_of_one_run(problem: Problem, tmp_path: Path) -> None:
     def trainer() -> ComposableTrainer:
         strategy = WarmupSchedulerStrategy(2, 0.0, StepLRSchedulerStrategy(1, 0.5))
         return ComposableTrainer(problem.model(), verbose=False, lr_scheduler_strategy=strategy)
@@ -369,7 +369,7 @@ def test_a_run_that_was_cut_in_two_has_the_rates_of_one(problem: Problem, tmp_pa
         assert torch.equal(one, other)
 
 
-def test_a_scheduler_of_ones_own_kind_needs_one_method(
+def test_a_custom_scheduler_strategy_needs_one_method(
     problem: Problem, train: Callable[..., ComposableTrainer]
 ) -> None:
     class Halves(LRSchedulerStrategy):

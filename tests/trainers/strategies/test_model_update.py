@@ -23,7 +23,7 @@ from dovetail.trainers.strategies import (
 
 
 class Sends(ModelUpdateStrategy):
-    """Notes what it hears in a common list, and sends a payload."""
+    """Records its calls in a shared list, and sends a payload."""
 
     def __init__(self, name: str, heard: list[str], payload: dict[str, Any]) -> None:
         self.name, self.heard, self.payload = name, heard, payload
@@ -44,7 +44,7 @@ class Sends(ModelUpdateStrategy):
         return f"Sends({self.name})"
 
 
-def test_no_update_sends_nothing(context: TrainingContext) -> None:
+def test_the_update_strategy_none_sends_nothing(context: TrainingContext) -> None:
     assert NoOpUpdateStrategy().get_update_payload(context) == {}
 
 
@@ -60,21 +60,21 @@ def test_tracking_counts_updates_not_batches(problem: Problem, train: Callable[.
     assert (strategy.total_steps, strategy.epoch_steps, strategy.round_number) == (6, 3, 1)
 
 
-def test_tracking_takes_the_federations_round(context: TrainingContext) -> None:
+def test_update_tracking_uses_the_round_of_the_federation(context: TrainingContext) -> None:
     strategy = StateTrackingUpdateStrategy()
     context.current_round = 7
     strategy.on_train_start(context)
     assert strategy.get_update_payload(context)["round_number"] == 7
 
 
-def test_tracking_counts_the_runs_of_a_trainer_alone(context: TrainingContext) -> None:
+def test_update_tracking_counts_the_runs_of_a_trainer_without_a_federation(context: TrainingContext) -> None:
     strategy = StateTrackingUpdateStrategy()
     for context.run.id in ("a", "b"):
         strategy.on_train_start(context)
     assert strategy.round_number == 2
 
 
-def test_tracking_goes_on_after_a_checkpoint_in_the_same_round(problem: Problem, tmp_path: Path) -> None:
+def test_update_tracking_continues_after_a_checkpoint_in_the_same_round(problem: Problem, tmp_path: Path) -> None:
     def trainer() -> ComposableTrainer:
         return ComposableTrainer(problem.model(), verbose=False, model_update_strategy=StateTrackingUpdateStrategy())
 
@@ -87,7 +87,7 @@ def test_tracking_goes_on_after_a_checkpoint_in_the_same_round(problem: Problem,
     assert payload == {"total_steps": 24, "epoch_steps": 12, "round_number": 1}
 
 
-def test_a_composite_calls_its_parts_in_order_and_joins_their_payloads(context: TrainingContext) -> None:
+def test_a_composite_update_calls_its_parts_in_order_and_joins_their_payloads(context: TrainingContext) -> None:
     heard: list[str] = []
     composite = CompositeUpdateStrategy([Sends("a", heard, {"x": 1}), Sends("b", heard, {"y": 2})])
     composite.on_train_start(context)
@@ -97,14 +97,14 @@ def test_a_composite_calls_its_parts_in_order_and_joins_their_payloads(context: 
     assert composite.get_update_payload(context) == {"x": 1, "y": 2}
 
 
-def test_a_composite_refuses_payloads_under_one_key(context: TrainingContext) -> None:
+def test_a_composite_update_rejects_two_payloads_under_one_key(context: TrainingContext) -> None:
     # P-PL-17: the original keeps the later one without a word.
     composite = CompositeUpdateStrategy([Sends("a", [], {"x": 1}), Sends("b", [], {"x": 2})])
     with pytest.raises(ConfigError, match=r"both Sends\(a\) and Sends\(b\) send 'x'"):
         composite.get_update_payload(context)
 
 
-def test_a_composite_keeps_the_state_of_its_parts(context: TrainingContext) -> None:
+def test_a_composite_update_saves_the_state_of_its_parts(context: TrainingContext) -> None:
     one, other = StateTrackingUpdateStrategy(), StateTrackingUpdateStrategy()
     one.after_step(context)
     CompositeUpdateStrategy([NoOpUpdateStrategy(), other]).load_state_dict(

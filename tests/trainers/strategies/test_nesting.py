@@ -36,7 +36,7 @@ class Closes(ModelUpdateStrategy):
             raise OSError("a file could not be closed")
 
 
-def test_every_part_is_torn_down_though_one_fails(context: TrainingContext) -> None:
+def test_every_part_is_torn_down_even_if_one_fails(context: TrainingContext) -> None:
     closed: list[int] = []
     composite = CompositeUpdateStrategy([Closes(closed, 1), Closes(closed, 2, fails=True), Closes(closed, 3)])
     with pytest.raises(OSError, match="a file could not be closed"):
@@ -44,11 +44,11 @@ def test_every_part_is_torn_down_though_one_fails(context: TrainingContext) -> N
     assert closed == [3, 2, 1]
 
 
-def test_parts_without_state_have_none_together() -> None:
+def test_a_composite_of_stateless_parts_has_no_state() -> None:
     assert CompositeUpdateStrategy([NoOpUpdateStrategy(), NoOpUpdateStrategy()]).state_dict() == {}
 
 
-def test_the_state_of_other_parts_is_refused() -> None:
+def test_the_state_of_different_parts_is_rejected() -> None:
     state = CompositeUpdateStrategy([StateTrackingUpdateStrategy()]).state_dict()
     with pytest.raises(CheckpointError, match="holds 2 strategies, and the checkpoint has 1"):
         CompositeUpdateStrategy([NoOpUpdateStrategy(), NoOpUpdateStrategy()]).load_state_dict(state)
@@ -64,7 +64,7 @@ def test_the_state_of_other_parts_is_refused() -> None:
         lambda context: GradientClippingStepStrategy(base_strategy=len).setup(context),
     ],
 )
-def test_what_is_no_strategy_is_refused_inside_another(nest: Any, context: TrainingContext) -> None:
+def test_an_object_that_is_not_a_strategy_is_rejected_inside_a_composite(nest: Any, context: TrainingContext) -> None:
     with pytest.raises(ConfigError, match=r"Strategy: expected strategies inside, got <built-in function len>"):
         nest(context)
 
@@ -86,5 +86,5 @@ def test_what_is_no_strategy_is_refused_inside_another(nest: Any, context: Train
     ],
     ids=repr,
 )
-def test_a_repr_shows_the_settings_that_are_not_defaults(strategy: object, shown: str) -> None:
+def test_the_repr_of_a_strategy_shows_settings_that_are_not_defaults(strategy: object, shown: str) -> None:
     assert repr(strategy) == shown

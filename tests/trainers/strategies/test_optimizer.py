@@ -45,7 +45,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("strategy", "of_torch"), PAIRS)
-def test_training_with_a_strategy_is_training_with_the_optimizer_of_torch(
+def test_training_with_an_optimizer_strategy_equals_the_torch_optimizer(
     strategy: Any, of_torch: Any, problem: Problem, train: Callable[..., ComposableTrainer]
 ) -> None:
     model, by_hand = problem.model(), problem.model()
@@ -65,27 +65,29 @@ def test_training_with_a_strategy_is_training_with_the_optimizer_of_torch(
         DefaultOptimizerStrategy(),
     ],
 )
-def test_a_rate_of_none_is_the_configurations(strategy: OptimizerStrategy, context: TrainingContext) -> None:
+def test_a_rate_of_none_uses_the_rate_of_the_configuration(
+    strategy: OptimizerStrategy, context: TrainingContext
+) -> None:
     without = strategy.create_optimizer(nn.Linear(1, 1), context)
     context.config["lr"] = 0.3
     configured = strategy.create_optimizer(nn.Linear(1, 1), context)
     assert [group["lr"] for group in [*without.param_groups, *configured.param_groups]] == [0.01, 0.3]
 
 
-def test_the_default_takes_name_and_settings_from_the_configuration(context: TrainingContext) -> None:
+def test_the_default_optimizer_takes_name_and_settings_from_the_configuration(context: TrainingContext) -> None:
     context.config = {"optimizer": "AdamW", "parameters": {"optimizer": {"lr": 0.2, "weight_decay": 0.5}}}
     optimizer = DefaultOptimizerStrategy().create_optimizer(nn.Linear(1, 1), context)
     assert isinstance(optimizer, torch.optim.AdamW)
     assert (optimizer.defaults["lr"], optimizer.defaults["weight_decay"]) == (0.2, 0.5)
 
 
-def test_an_unknown_optimizer_in_the_configuration_is_answered_with_the_nearest(context: TrainingContext) -> None:
+def test_an_unknown_optimizer_in_the_configuration_suggests_the_nearest(context: TrainingContext) -> None:
     context.config["optimizer"] = "Adan"
     with pytest.raises(UnknownNameError, match="did you mean 'Adam'"):
         DefaultOptimizerStrategy().create_optimizer(nn.Linear(1, 1), context)
 
 
-def test_the_default_calls_its_function_with_the_model(context: TrainingContext) -> None:
+def test_the_default_optimizer_calls_its_function_with_the_model(context: TrainingContext) -> None:
     strategy = DefaultOptimizerStrategy(lambda model: torch.optim.SGD([model.bias], lr=0.5))
     model = nn.Linear(1, 1)
     assert strategy.create_optimizer(model, context).param_groups[0]["params"] == [model.bias]
@@ -103,7 +105,9 @@ def test_parameter_groups_keep_their_own_settings(context: TrainingContext) -> N
     assert [(group["lr"], group["momentum"]) for group in groups] == [(0.5, 0.9), (0.2, 0.1)]
 
 
-def test_a_parameter_that_is_thawed_later_is_trained(problem: Problem, train: Callable[..., ComposableTrainer]) -> None:
+def test_a_parameter_that_is_unfrozen_later_is_trained(
+    problem: Problem, train: Callable[..., ComposableTrainer]
+) -> None:
     model = problem.model()
     model[0].requires_grad_(False)
     before = weights(model)
@@ -115,7 +119,7 @@ def test_a_parameter_that_is_thawed_later_is_trained(problem: Problem, train: Ca
     assert not torch.equal(model[0].weight, before["0.weight"])
 
 
-def test_a_model_with_nothing_to_train_is_refused(context: TrainingContext) -> None:
+def test_a_model_without_trainable_parameters_is_rejected(context: TrainingContext) -> None:
     with pytest.raises(ConfigError, match="nothing to optimise"):
         SGDOptimizerStrategy(0.1).create_optimizer(nn.Linear(1, 1).requires_grad_(False), context)
 
@@ -139,32 +143,32 @@ def test_clipping_follows_its_norm_type() -> None:
 
 
 def test_clipping_forwards_hooks_to_its_base(context: TrainingContext) -> None:
-    heard = []
+    received = []
 
     class Listening(SGDOptimizerStrategy):
         def on_gradients(self, optimizer: Optimizer, context: TrainingContext) -> None:
-            heard.append("gradients")
+            received.append("gradients")
 
         def on_optimizer_step(self, optimizer: Optimizer, context: TrainingContext) -> None:
-            heard.append("step")
+            received.append("step")
 
         def setup(self, context: TrainingContext) -> None:
-            heard.append("setup")
+            received.append("setup")
 
     strategy = GradientClippingOptimizerStrategy(Listening(lr=0.1))
     strategy.setup(context)
     optimizer = strategy.create_optimizer(nn.Linear(1, 1), context)
     strategy.on_gradients(optimizer, context)
     strategy.on_optimizer_step(optimizer, context)
-    assert heard == ["setup", "gradients", "step"]
+    assert received == ["setup", "gradients", "step"]
 
 
-def test_a_limit_of_nothing_is_refused() -> None:
+def test_a_clipping_limit_of_zero_is_rejected() -> None:
     with pytest.raises(ConfigError, match="max_norm: expected a number above 0"):
         GradientClippingOptimizerStrategy(SGDOptimizerStrategy(), max_norm=0)
 
 
-def test_a_repr_shows_what_was_set() -> None:
+def test_the_repr_of_an_optimizer_strategy_shows_its_settings() -> None:
     groups = ParameterGroupOptimizerStrategy(torch.optim.SGD, _groups, momentum=0.9)
     clipped = GradientClippingOptimizerStrategy(AdamOptimizerStrategy(lr=0.1), max_norm=0.5)
     assert repr(groups) == "ParameterGroupOptimizerStrategy(SGD, _groups, momentum=0.9)"

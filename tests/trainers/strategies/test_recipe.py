@@ -63,7 +63,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize(("coerce", "strategy"), KINDS)
-def test_a_strategy_stays_itself_and_a_class_or_its_name_makes_one(coerce: Any, strategy: Any) -> None:
+def test_a_strategy_object_is_kept_and_a_class_or_name_is_instantiated(coerce: Any, strategy: Any) -> None:
     instance = strategy()
     assert coerce(instance) is instance
     assert type(coerce(strategy)) is strategy
@@ -71,13 +71,13 @@ def test_a_strategy_stays_itself_and_a_class_or_its_name_makes_one(coerce: Any, 
 
 
 @pytest.mark.parametrize(("coerce", "strategy"), KINDS)
-def test_what_is_no_strategy_is_refused(coerce: Any, strategy: Any) -> None:
+def test_an_object_that_is_not_a_strategy_is_rejected(coerce: Any, strategy: Any) -> None:
     with pytest.raises(ConfigError, match=r"_strategy: expected .* got 3"):
         coerce(3)
 
 
 @pytest.mark.parametrize(("coerce", "strategy"), KINDS)
-def test_a_strategy_of_another_kind_is_refused(coerce: Any, strategy: Any) -> None:
+def test_a_strategy_of_the_wrong_kind_is_rejected(coerce: Any, strategy: Any) -> None:
     other = StepLRSchedulerStrategy() if coerce is not as_scheduler_strategy else AdamOptimizerStrategy()
     with pytest.raises(ConfigError, match=f"got the {other.role} strategy"):
         coerce(other)
@@ -95,7 +95,7 @@ def test_a_strategy_of_another_kind_is_refused(coerce: Any, strategy: Any) -> No
         (as_testing_strategy, "DefaultTesting", "DefaultTestingStrategy"),
     ],
 )
-def test_an_unknown_name_is_answered_with_the_nearest(coerce: Any, name: str, nearest: str) -> None:
+def test_an_unknown_name_suggests_the_nearest(coerce: Any, name: str, nearest: str) -> None:
     with pytest.raises(UnknownNameError, match=f"did you mean '{nearest}'"):
         coerce(name)
 
@@ -131,23 +131,23 @@ def test_a_list_of_losses_is_their_sum(context: TrainingContext) -> None:
         ([functional.mse_loss, CrossEntropyLossStrategy], True),
     ],
 )
-def test_the_loss_of_a_classifier_is_known_as_such(loss: Any, classifies: bool) -> None:
+def test_the_loss_of_a_classifier_is_recognized(loss: Any, classifies: bool) -> None:
     assert as_loss_strategy(loss).is_classification is classifies
 
 
-def test_an_optimizer_by_name_has_the_rate_of_the_configuration(context: TrainingContext) -> None:
+def test_an_optimizer_by_name_uses_the_rate_of_the_configuration(context: TrainingContext) -> None:
     context.config["lr"] = 0.5
     optimizer = as_optimizer_strategy("Adagrad").create_optimizer(nn.Linear(1, 1), context)
     assert (type(optimizer), optimizer.defaults["lr"]) == (torch.optim.Adagrad, 0.5)
 
 
-def test_an_optimizer_stays_itself(context: TrainingContext) -> None:
+def test_an_optimizer_object_is_kept(context: TrainingContext) -> None:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     assert as_optimizer_strategy(optimizer).create_optimizer(model, context) is optimizer
 
 
-def test_a_callable_that_makes_no_optimizer_is_refused(context: TrainingContext) -> None:
+def test_a_callable_that_returns_no_optimizer_is_rejected(context: TrainingContext) -> None:
     with pytest.raises(ConfigError, match="returns an optimizer"):
         as_optimizer_strategy(list).create_optimizer(nn.Linear(1, 1), context)
 
@@ -205,7 +205,9 @@ def test_a_plateau_by_callable_sees_the_validation_loss(
     assert trainer.context.schedulers[0].scheduler.best == trainer.context.run.validation["valid_loss"]
 
 
-def test_an_update_may_be_a_function_of_the_context(problem: Problem, train: Callable[..., ComposableTrainer]) -> None:
+def test_an_update_strategy_may_be_a_function_of_the_context(
+    problem: Problem, train: Callable[..., ComposableTrainer]
+) -> None:
     updates: list[int] = []
     train(
         problem.model(),
@@ -215,7 +217,7 @@ def test_an_update_may_be_a_function_of_the_context(problem: Problem, train: Cal
     assert updates == [1, 2, 3]
 
 
-def test_a_list_of_updates_is_a_composite() -> None:
+def test_a_list_of_update_strategies_is_a_composite() -> None:
     strategy = as_update_strategy([StateTrackingUpdateStrategy, print])
     assert isinstance(strategy, CompositeUpdateStrategy)
     assert len(strategy.strategies) == 2
@@ -230,7 +232,7 @@ def test_a_loader_may_be_a_function(problem: Problem, train: Callable[..., Compo
     assert trainer.context.progress.batches == 5
 
 
-def test_a_test_may_be_a_function(problem: Problem, train: Callable[..., ComposableTrainer]) -> None:
+def test_a_testing_strategy_may_be_a_function(problem: Problem, train: Callable[..., ComposableTrainer]) -> None:
     trainer = train(problem.model(), problem.batches, testing_strategy=lambda *test: 0.25)
     assert trainer.test((problem.x, problem.y)) == 0.25
 
@@ -238,7 +240,7 @@ def test_a_test_may_be_a_function(problem: Problem, train: Callable[..., Composa
 # ---------------------------------------------------------------------- options
 
 
-def test_a_plain_trainer_has_a_strategy_for_every_role_of_the_loop(problem: Problem) -> None:
+def test_a_plain_trainer_has_a_strategy_for_every_role(problem: Problem) -> None:
     strategies = Trainer(problem.model(), verbose=False).strategies
     assert not strategies.given
     assert [role for role in ROLES if getattr(strategies, role) is None] == ["testing"]
@@ -248,7 +250,7 @@ def test_a_plain_trainer_has_a_strategy_for_every_role_of_the_loop(problem: Prob
     ("name", "option"),
     [("criterion", "loss_function"), ("optimizer", "optim_function"), ("scheduler", "lr_scheduler")],
 )
-def test_an_option_under_both_of_its_names_is_refused(name: str, option: str) -> None:
+def test_an_option_under_both_of_its_names_is_rejected(name: str, option: str) -> None:
     given: dict[str, Any] = {name: lambda *_: None, option: lambda *_: None}
     with pytest.raises(ConfigError, match=f"{option}: {name} is another name of it"):
         Trainer(nn.Linear(1, 1), verbose=False, **given)
@@ -289,7 +291,7 @@ class _Scaled(nn.Module):
         return functional.cross_entropy(self.factor * outputs, targets)
 
 
-def test_what_a_criterion_learns_is_in_checkpoints(problem: Problem, tmp_path: Path) -> None:
+def test_learned_state_of_a_criterion_is_in_checkpoints(problem: Problem, tmp_path: Path) -> None:
     def make() -> Trainer:
         model, criterion = problem.model(), _Scaled()
         optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.5)
@@ -303,7 +305,7 @@ def test_what_a_criterion_learns_is_in_checkpoints(problem: Problem, tmp_path: P
     assert resumed.criterion.factor.item() == whole.criterion.factor.item() != 1.0
 
 
-def test_a_loss_of_torch_without_targets_gets_one_sentence() -> None:
+def test_a_torch_loss_without_targets_raises_a_one_sentence_error() -> None:
     trainer = Trainer(nn.Linear(2, 2), "cpu", criterion=nn.MSELoss(), verbose=False)
     with pytest.raises(DataError, match="the batch has no targets"):
         trainer.fit([torch.zeros(4, 2)], max_length=Epochs(1))

@@ -22,17 +22,17 @@ def test_accuracy_does_not_depend_on_the_batch_size(batch_size: int, context: Tr
     assert DefaultTestingStrategy().test_model(nn.Identity(), config, data, None, context) == 0.75
 
 
-def test_accuracy_is_that_of_the_sampled(context: TrainingContext) -> None:
+def test_accuracy_is_computed_over_the_sampled_items(context: TrainingContext) -> None:
     data = TensorDataset(LOGITS, CLASSES)
     assert DefaultTestingStrategy().test_model(nn.Identity(), {}, data, [0, 3], context) == 0.5
 
 
-def test_accuracy_of_nothing_is_zero(context: TrainingContext) -> None:
+def test_accuracy_of_empty_data_is_zero(context: TrainingContext) -> None:
     data = TensorDataset(LOGITS, CLASSES)
     assert DefaultTestingStrategy().test_model(nn.Identity(), {}, data, [], context) == 0.0
 
 
-def test_one_hot_labels_are_classes(context: TrainingContext) -> None:
+def test_accuracy_accepts_one_hot_labels(context: TrainingContext) -> None:
     data = (LOGITS, nn.functional.one_hot(CLASSES).float())
     assert DefaultTestingStrategy().test_model(nn.Identity(), {}, data, None, context) == 0.75
 
@@ -42,6 +42,6 @@ def test_accuracy_of_sequences_counts_positions(context: TrainingContext) -> Non
     assert DefaultTestingStrategy().test_model(nn.Identity(), {}, data, None, context) == 0.75
 
 
-def test_data_without_labels_is_refused(context: TrainingContext) -> None:
+def test_accuracy_rejects_data_without_labels(context: TrainingContext) -> None:
     with pytest.raises(DataError, match="no labels"):
         DefaultTestingStrategy().test_model(nn.Identity(), {}, LOGITS, None, context)

@@ -33,7 +33,7 @@ from dovetail.trainers.strategies import (
 )
 
 
-class Hears(NestingStepStrategy):
+class Receiver(NestingStepStrategy):
     """Notes every hook that reaches it."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Hears(NestingStepStrategy):
         self.heard: list[str] = []
 
     def _note(name: str) -> Any:
-        def hook(self: Hears, *args: Any) -> None:
+        def hook(self: Receiver, *args: Any) -> None:
             self.heard.append(name)
 
         return hook
@@ -83,7 +83,7 @@ def test_the_default_step_equals_a_hand_written_loop(problem: Problem, train: Ca
 
 
 @pytest.mark.parametrize("step", every_wrapper(), ids=lambda step: type(step).__name__)
-def test_every_step_with_neutral_settings_is_the_default_step(
+def test_every_step_strategy_with_neutral_settings_equals_the_default_step(
     step: NestingStepStrategy, problem: Problem, train: Callable[..., ComposableTrainer]
 ) -> None:
     model, by_hand = problem.model(), problem.model()
@@ -103,7 +103,7 @@ def test_every_step_with_neutral_settings_is_the_default_step(
         (DefaultTrainingStepStrategy(), {"create_graph": True}),
     ],
 )
-def test_gradients_can_be_differentiated_again_where_that_is_asked_for(
+def test_create_graph_allows_differentiating_gradients_again(
     step: Any, config: Any, problem: Problem, train: Callable[..., ComposableTrainer]
 ) -> None:
     differentiable = []
@@ -142,7 +142,7 @@ def test_a_retained_graph_can_be_used_before_the_step(
     assert not any(difference.any() for difference in again)
 
 
-def test_labels_may_be_none() -> None:
+def test_the_default_step_accepts_labels_of_none() -> None:
     step = DefaultTrainingStepStrategy()
     loss = step.training_step(
         nn.Identity(), None, torch.tensor([2.0]), None, lambda outputs, labels: outputs.sum(), TrainingContext()
@@ -150,7 +150,7 @@ def test_labels_may_be_none() -> None:
     assert loss.item() == 2.0
 
 
-def test_a_step_of_several_inputs_calls_the_model_with_each() -> None:
+def test_a_multi_input_step_calls_the_model_with_each_input() -> None:
     examples = (torch.ones(1, 2), torch.ones(1, 3))
     loss = DefaultTrainingStepStrategy().training_step(
         nn.Bilinear(2, 3, 1), None, examples, None, lambda outputs, labels: outputs.sum(), TrainingContext()
@@ -180,7 +180,7 @@ def test_accumulation_of_four_over_ten_batches_makes_three_updates(
     assert stepped == [4, 8, 10]
 
 
-def test_accumulated_gradients_are_those_of_the_large_batches(
+def test_accumulated_gradients_equal_the_gradients_of_large_batches(
     problem: Problem, train: Callable[..., ComposableTrainer]
 ) -> None:
     model, by_hand = problem.model(dtype=torch.float64), problem.model(dtype=torch.float64)
@@ -195,14 +195,14 @@ def test_accumulated_gradients_are_those_of_the_large_batches(
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-def test_accumulating_in_two_places_is_refused() -> None:
+def test_accumulating_in_two_places_is_rejected() -> None:
     with pytest.raises(ConfigError, match="accumulate in one place"):
         ComposableTrainer(
             nn.Linear(1, 1), accumulation_steps=2, training_step_strategy=GradientAccumulationStepStrategy(4)
         )
 
 
-def test_a_window_of_no_batch_is_refused() -> None:
+def test_an_accumulation_window_of_zero_batches_is_rejected() -> None:
     with pytest.raises(ConfigError, match="at least 1, got 0"):
         GradientAccumulationStepStrategy(0)
 
@@ -230,7 +230,7 @@ def test_bf16_equals_a_hand_written_loop_under_autocast(
     assert_same_weights(model, by_hand)
 
 
-def test_fp16_with_clipping_is_unscaled_and_clipped_by_hand(
+def test_fp16_with_clipping_equals_unscaling_and_clipping_by_hand(
     problem: Problem, train: Callable[..., ComposableTrainer]
 ) -> None:
     model, by_hand = problem.model(), problem.model()
@@ -281,12 +281,12 @@ def test_an_overflow_in_fp16_skips_the_update_and_does_not_count_it(
     assert all(value.isfinite().all() for value in model.state_dict().values())
 
 
-def test_the_scale_of_fp16_is_kept_and_taken_back(context: TrainingContext) -> None:
-    step = MixedPrecisionStepStrategy(precision="fp16", base_strategy=Hears())
+def test_the_scale_of_fp16_is_saved_and_restored(context: TrainingContext) -> None:
+    step = MixedPrecisionStepStrategy(precision="fp16", base_strategy=Receiver())
     step.setup(context)
     scaler = context.precision.scaler
     scaler.load_state_dict({**scaler.state_dict(), "scale": 1024.0})
-    other, other_context = MixedPrecisionStepStrategy(precision="fp16", base_strategy=Hears()), TrainingContext()
+    other, other_context = MixedPrecisionStepStrategy(precision="fp16", base_strategy=Receiver()), TrainingContext()
     other.setup(other_context)
     other.load_state_dict(step.state_dict())
     assert other_context.precision.state_dict()["scale"] == 1024.0
@@ -304,12 +304,12 @@ def test_the_scale_of_fp16_is_kept_and_taken_back(context: TrainingContext) -> N
     ],
     ids=repr,
 )
-def test_the_precision_on_a_cpu_is_the_one_asked_for(step: Any, dtype: torch.dtype, context: TrainingContext) -> None:
+def test_the_requested_precision_is_used_on_a_cpu(step: Any, dtype: torch.dtype, context: TrainingContext) -> None:
     step.setup(context)
     assert (None if context.precision is None else context.precision.dtype) == dtype
 
 
-def test_an_unknown_precision_is_refused_at_once() -> None:
+def test_an_unknown_precision_is_rejected_in_the_constructor() -> None:
     with pytest.raises(ConfigError, match="'fp64'"):
         MixedPrecisionStepStrategy(precision="fp64")
 
@@ -317,7 +317,7 @@ def test_an_unknown_precision_is_refused_at_once() -> None:
 # Clipping
 
 
-def test_clipping_really_clips(problem: Problem, train: Callable[..., ComposableTrainer]) -> None:
+def test_clipping_limits_the_gradient_norm(problem: Problem, train: Callable[..., ComposableTrainer]) -> None:
     model = problem.model()
     before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
     train(
@@ -330,7 +330,9 @@ def test_clipping_really_clips(problem: Problem, train: Callable[..., Composable
     assert moved == pytest.approx(1e-3, rel=1e-3)
 
 
-def test_clipping_sees_whole_windows(problem: Problem, train: Callable[..., ComposableTrainer]) -> None:
+def test_clipping_applies_to_whole_accumulation_windows(
+    problem: Problem, train: Callable[..., ComposableTrainer]
+) -> None:
     norms = []
 
     class Looks(SGDOptimizerStrategy):
@@ -349,7 +351,7 @@ def test_clipping_sees_whole_windows(problem: Problem, train: Callable[..., Comp
 # Custom backward
 
 
-def test_a_backward_function_may_differentiate_more_than_the_loss(
+def test_a_backward_function_may_differentiate_other_losses(
     problem: Problem, train: Callable[..., ComposableTrainer]
 ) -> None:
     def with_penalty(model: nn.Module, loss: Tensor, context: TrainingContext) -> None:
@@ -379,7 +381,7 @@ def test_a_backward_function_may_only_add_to_gradients(
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-def test_a_backward_function_that_steps_itself_is_not_stepped_again(
+def test_a_backward_function_that_steps_the_optimizer_is_not_stepped_again(
     problem: Problem, train: Callable[..., ComposableTrainer]
 ) -> None:
     def whole(model: nn.Module, loss: Tensor, context: TrainingContext) -> None:
@@ -396,7 +398,7 @@ def test_a_backward_function_that_steps_itself_is_not_stepped_again(
 # Several passes
 
 
-def test_several_passes_are_the_mean_of_their_losses(problem: Problem, train: Callable[..., ComposableTrainer]) -> None:
+def test_several_passes_use_the_mean_of_their_losses(problem: Problem, train: Callable[..., ComposableTrainer]) -> None:
     model, by_hand = problem.model(dropout=0.5), problem.model(dropout=0.5)
     torch.manual_seed(3)
     train(model, problem.batches, optimizer_strategy=SGD, training_step_strategy=MultipleForwardPassStepStrategy(3))
@@ -409,14 +411,14 @@ def test_several_passes_are_the_mean_of_their_losses(problem: Problem, train: Ca
     assert_same_weights(model, by_hand)
 
 
-def test_several_passes_are_aggregated_by_the_function_given(context: TrainingContext) -> None:
+def test_several_passes_are_aggregated_by_the_given_function(context: TrainingContext) -> None:
     losses = iter([torch.tensor(1.0), torch.tensor(5.0)])
     step = MultipleForwardPassStepStrategy(aggregate_fn=max)
     loss = step.training_step(nn.Identity(), None, torch.ones(1), None, lambda *_: next(losses), context)
     assert loss.item() == 5.0
 
 
-def test_no_pass_is_refused() -> None:
+def test_zero_passes_are_rejected() -> None:
     with pytest.raises(ConfigError, match="num_passes"):
         MultipleForwardPassStepStrategy(0)
 
@@ -424,7 +426,7 @@ def test_no_pass_is_refused() -> None:
 # Validation of numbers (P-PL-7)
 
 
-def test_validation_runs_its_base_strategy(problem: Problem, train: Callable[..., ComposableTrainer]) -> None:
+def test_the_validating_step_runs_its_base_strategy(problem: Problem, train: Callable[..., ComposableTrainer]) -> None:
     trainer = train(
         problem.model(),
         problem.batches[:10],
@@ -446,7 +448,7 @@ NAN = torch.tensor([[torch.nan]])
         (nn.Identity(), torch.full((1, 1), 1e30), torch.zeros(1, 1), NonFiniteLossError, "loss"),
     ],
 )
-def test_what_is_not_finite_is_named(
+def test_a_loss_that_is_not_finite_is_named(
     model: nn.Module, examples: Any, labels: Any, error: Any, what: Any, context: TrainingContext
 ) -> None:
     with pytest.raises(error, match=f"NaN or infinity in the {what}"):
@@ -477,19 +479,19 @@ def test_a_gradient_that_is_not_finite_is_named_before_the_step(
     assert model.weight.item() == 0.0
 
 
-def test_validation_warns_unless_it_raises(context: TrainingContext) -> None:
+def test_the_validating_step_warns_unless_it_raises(context: TrainingContext) -> None:
     with pytest.warns(RuntimeWarning, match="NaN or infinity in the labels"):
         ValidateBeforeStepStrategy(check_outputs=False).training_step(
             nn.Identity(), None, torch.ones(1, 1), NAN, functional.mse_loss, context
         )
 
 
-def test_checks_that_are_off_see_nothing(context: TrainingContext) -> None:
+def test_disabled_checks_report_nothing(context: TrainingContext) -> None:
     step = ValidateBeforeStepStrategy(check_inputs=False, check_outputs=False, raise_on_error=True)
     assert step.training_step(nn.Identity(), None, NAN, NAN, functional.mse_loss, context).isnan()
 
 
-def test_validation_leaves_an_overflow_of_fp16_to_the_scaler(context: TrainingContext) -> None:
+def test_the_validating_step_leaves_an_overflow_of_fp16_to_the_scaler(context: TrainingContext) -> None:
     step = ValidateBeforeStepStrategy(raise_on_error=True, base_strategy=MixedPrecisionStepStrategy(precision="fp16"))
     step.setup(context)
     weight = torch.zeros(1, requires_grad=True)
@@ -502,10 +504,10 @@ def test_validation_leaves_an_overflow_of_fp16_to_the_scaler(context: TrainingCo
 
 
 @pytest.mark.parametrize("outer", every_wrapper(), ids=lambda step: type(step).__name__)
-def test_every_step_passes_hooks_and_state_to_the_one_inside(
+def test_every_step_strategy_passes_hooks_and_state_to_the_inner_one(
     outer: NestingStepStrategy, context: TrainingContext
 ) -> None:
-    inner = Hears()
+    inner = Receiver()
     outer.base_strategy = inner
     outer.setup(context)
     outer.on_train_start(context)
@@ -559,7 +561,7 @@ def test_accumulation_precision_clipping_and_passes_nest_in_any_order(order: tup
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
 
 
-def test_a_step_of_ones_own_comes_last_and_keeps_its_optimisation(
+def test_a_custom_step_is_innermost_and_keeps_its_optimizer_step(
     problem: Problem, train: Callable[..., ComposableTrainer]
 ) -> None:
     class Whole(TrainingStepStrategy):
@@ -585,7 +587,7 @@ def test_a_step_of_ones_own_comes_last_and_keeps_its_optimisation(
     assert trainer.context.progress.updates == 3
 
 
-def test_a_step_that_cannot_hold_another_is_refused_before_the_last() -> None:
+def test_a_step_that_cannot_wrap_another_is_rejected_unless_it_is_last() -> None:
     class Whole(TrainingStepStrategy):
         def training_step(
             self,
@@ -609,13 +611,13 @@ def test_composing_the_same_steps_again_changes_nothing() -> None:
     assert (outer.base_strategy, inner.base_strategy) == (inner, None)
 
 
-def test_the_default_step_is_innermost_wherever_it_stands() -> None:
+def test_the_default_step_is_innermost_at_any_position() -> None:
     default, outer = DefaultTrainingStepStrategy(create_graph=True), GradientClippingStepStrategy()
     assert compose_steps(default, outer) is outer
     assert outer.base_strategy is default
 
 
-def test_a_step_inside_itself_is_refused() -> None:
+def test_a_step_strategy_that_contains_itself_is_rejected() -> None:
     inner = GradientClippingStepStrategy()
     with pytest.raises(ConfigError, match="given twice"):
         compose_steps(inner, GradientAccumulationStepStrategy(4, base_strategy=inner))

@@ -45,6 +45,7 @@ class BestWeights(Mounted):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict`, with the best weights if they were stored."""
         with restoring("callbacks"):
+            # The callback must exist before the states of callbacks are restored, which are matched by class name.
             has_best = any(entry["name"] == _BestWeights.__name__ for entry in state["callbacks"])
         if has_best:
             self._follow_best()

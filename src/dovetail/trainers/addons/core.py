@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     Mounted = Trainer
 else:
+    # At run time an add-on has no trainer as a base, so that `mount` can put it in front of any trainer class.
     Mounted = object
 
 

@@ -37,6 +37,7 @@ class MultiGPUAddon(DataParallel, AddOnBase):
         init_method: str | None = None,
         **kwargs: Any,
     ) -> None:
+        # One process per device of a list. A list of one device needs no further process.
         if num_processes is None and isinstance(device, Sequence) and not isinstance(device, str) and len(device) > 1:
             num_processes = len(device)
         super().__init__(model, device, *args, num_processes=num_processes, **kwargs)

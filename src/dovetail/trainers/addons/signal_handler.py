@@ -38,6 +38,7 @@ class SignalHandlerAddon(AddOnBase):
     def teardown(self, error: BaseException | None) -> None:
         """Write the checkpoint and the log line if a signal ended the run."""
         try:
+            # A second signal ends the program immediately, without a checkpoint.
             if isinstance(error, Interrupted) and not error.at_once:
                 self.save_checkpoint(self.signal_save_path)
                 self._log_signal(error.number)

@@ -47,6 +47,7 @@ class StateManagerAddon(AddOnBase, BestWeights):
             raise UnknownNameError("save_format", save_format, _SUFFIXES)
         self.save_path = Path(save_path)
         self.save_format = save_format
+        # Periodic checkpoints of the trainer itself, of which only the newest is kept.
         kwargs.setdefault("checkpoint_dir", self.save_path)
         kwargs.setdefault("keep_last", 1)
         super().__init__(*args, **kwargs)

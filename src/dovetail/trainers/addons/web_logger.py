@@ -42,6 +42,7 @@ class _WebLoggerAddon(AddOnBase):
         loggers = (kind._make_logger(**settings[service]) for service, kind in mounted.items())
         self.tracker = Tracker(*loggers, hyperparameters=config)
         super().__init__(*args, **kwargs)
+        # The context exists only after the constructor of the trainer.
         self.context.callbacks.add(self.tracker)
 
     @staticmethod
@@ -74,7 +75,7 @@ class WandBLoggerAddon(_WebLoggerAddon):
 
 
 class NeptuneLoggerAddon(_WebLoggerAddon):
-    """Tracks training with Neptune.
+    """Tracks training with Neptune, whose service closed in March 2026; use `mode="offline"`, or your own server.
 
     Args:
         web_logger: `{"neptune": {…}}` with the arguments of `dovetail.tracking.NeptuneLogger`; `project_name` and

@@ -18,8 +18,10 @@ from dovetail.errors import ConfigError, DataError, add_note
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.capabilities.core import Capability
 from dovetail.trainers.context import TrainingContext, clear_gradients
+from dovetail.trainers.diagnosis import as_output, naming_loss
 from dovetail.trainers.fitting import restoring
 from dovetail.trainers.preserve_state import layers, own_callbacks, preserve_state
+from dovetail.trainers.window import positive
 from dovetail.units import Batches, Progress
 
 _T = TypeVar("_T")
@@ -61,8 +63,6 @@ class AutoBatch(Capability):
 
     # The largest number of samples that fitted, by stage.
     _sizes: dict[str, int]
-    _is_active: bool
-    _is_inside_part: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._sizes = {}
@@ -106,7 +106,7 @@ class AutoBatch(Capability):
 
     def test_step(self, batch: Any) -> Mapping[str, Any]:
         """Return the outputs of `test_step` for the whole batch."""
-        return self._evaluate(batch, super().test_step, _join_outputs)
+        return self._evaluate(batch, naming_loss(super().test_step), _join_outputs)
 
     def predict_step(self, batch: Any) -> Any:
         """Return the predictions for the whole batch."""
@@ -204,7 +204,7 @@ class AutoBatch(Capability):
             loss, num_items = output["loss"], _items(output, stop - start)
             if expected is None:
                 # `num_items` of the whole batch is known after the last part only: extrapolate from the first one.
-                expected = num_items * (length / (stop - start)) if "num_items" in output else length
+                expected = positive(num_items * (length / (stop - start))) if "num_items" in output else length
             if stop < length:
                 # The divisor that the loop will use: this batch opens its window, or the window already has one.
                 share = (
@@ -216,12 +216,13 @@ class AutoBatch(Capability):
                 context.run.trainer.backward(loss * share)
             outputs.append(map_tensors(Tensor.detach, output))
         joined = _join_outputs(outputs, [stop - start for start, stop in bounds])
-        total = _items(joined, length)
+        total = positive(_items(joined, length))
         if window.opens and (isinstance(total, Tensor) or total != expected):
             gradients.scale(expected / total)
         return self._release_graph(joined, batch, gradients, loss * (num_items / total), size)
 
     def _part(self, step: Callable[[Any], Mapping[str, Any]], part: Any) -> Mapping[str, Any]:
+        """Return the output of a step for one micro-batch; raise if the step optimizes by itself."""
         self._is_inside_part = True
         try:
             output = step(part)
@@ -229,17 +230,18 @@ class AutoBatch(Capability):
             self._is_inside_part = False
         if self.context.run.batch.optimized:
             raise _ManualStepError(_MANUAL)
-        return output
+        return as_output(output)
 
     def _release_graph(
         self,
-        output: Mapping[str, Any],
+        output: Mapping[str, Any] | Tensor,
         batch: Any,
         gradients: _Gradients,
         differentiated: Tensor | None = None,
         size: int | None = None,
     ) -> Mapping[str, Any]:
         """Return the output with a loss that holds no graph: the loop holds the loss while the batch is recomputed."""
+        output = {"loss": output} if isinstance(output, Tensor) else output
         loss = output.get("loss") if isinstance(output, Mapping) else None
         source = loss if differentiated is None else differentiated
         if not isinstance(source, Tensor) or not isinstance(loss, Tensor) or not source.requires_grad:
@@ -249,6 +251,7 @@ class AutoBatch(Capability):
 
         def differentiate(gradient: Tensor) -> None:
             try:
+                # Popped: a reference to the failed graph would keep its memory while the batch is computed again.
                 graph.pop().backward(gradient)  # type: ignore[no-untyped-call]  # torch has no types for it
             except Exception as error:
                 failure = self._check_error(error, batch, size)
@@ -257,11 +260,12 @@ class AutoBatch(Capability):
                 return
 
             def compute(size: int, length: int) -> None:
-                self._all_parts(batch, size, length, _items(counted, length), gradient)
+                self._all_parts(batch, size, length, positive(_items(counted, length)), gradient)
 
             self._fitting("train", batch, compute, gradients, size=size, failure=failure)
             gradients.copies = None
 
+        # Autograd calls `_DetachedLoss.backward` only if an input of the function requires a gradient.
         anchor = torch.zeros((), requires_grad=True)
         detached = _DetachedLoss.apply(anchor, loss.detach(), differentiate)  # type: ignore[no-untyped-call]  # torch has no types
         # Detach all other outputs: they would hold the graph, too.
@@ -418,11 +422,11 @@ def _join_outputs(outputs: Sequence[Mapping[str, Any]], lengths: Sequence[int]) 
     joined: dict[str, Any] = {}
     for name, first in outputs[0].items():
         values = [output[name] for output in outputs]
-        if name == "num_items":
+        if name in ("num_items", "num_tokens"):
             joined[name] = sum(values)
         elif _is_number(first, may_have_dimensions=name == "loss"):
             weights = items if name == "loss" else lengths
-            total = sum(weights)
+            total = positive(sum(weights))
             joined[name] = sum(value * (weight / total) for value, weight in zip(values, weights, strict=True))
         else:
             joined[name] = concat(values)

@@ -1,4 +1,4 @@
-"""Compiled training steps for any trainer."""
+"""Compiled training steps for any trainer: one graph per step, or a compiled module."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Compiled(Capability):
                 self._restored = None
                 if self._step is not None:
                     # One of many runs must compute the same bits after any other run.
-                    self._step.begin(is_among_many=context.run.is_one_of_many)
+                    self._step.start_run(is_among_many=context.run.is_one_of_many)
             return
         try:
             check_compiler()
@@ -226,7 +226,7 @@ class Compiled(Capability):
         spaces.append(("context.state", context.state))
         step = WholeStep(self._compute_output, modules, optimizer, self.options.gradient_clip, spaces)
         step.recheck(self._read_by_step())
-        step.begin(is_among_many=context.run.is_one_of_many)
+        step.start_run(is_among_many=context.run.is_one_of_many)
         if self._restored:
             step.load_state_dict(self._restored)
             self._restored = None
@@ -295,10 +295,10 @@ class Compiled(Capability):
         """Return the reason against a graph, and the reason against several steps per call; None means no reason."""
         # The parts of one of many short runs do not change between its epochs.
         if self._causes is None or not self.context.run.is_one_of_many:
-            self._causes = self._why_not(), self._why_one_by_one()
+            self._causes = self._graph_obstacle(), self._single_step_reason()
         return self._causes
 
-    def _why_one_by_one(self) -> str | None:
+    def _single_step_reason(self) -> str | None:
         """Return why every step must be a separate call, or None."""
         context = self.context
         callbacks = context.callbacks
@@ -322,7 +322,7 @@ class Compiled(Capability):
                 context.state.pop(name, None)
             context.state.update(shared)
 
-    def _why_not(self) -> str | None:
+    def _graph_obstacle(self) -> str | None:
         """Return why the run cannot use a graph, or None."""
         context = self.context
         if context.run.window.size > 1:
@@ -336,7 +336,7 @@ class Compiled(Capability):
         if context.process.has_peers:
             return "several processes share an update"
         if len(context.run.phases) > 1 or context.run.phase_at(context.progress.epoch).is_detached:
-            return "the run has phases, in which different things are trained"
+            return "the run has phases, which train different parameters"
         for strategy in self.strategies.overriding("on_gradients"):
             return f"{type(strategy).__name__} has a hook for gradients"
         for hook in context.callbacks.on_gradients:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     Mounted = TrainerDecorator
 else:
+    # At run time a capability has no trainer as a base, so that it can be mounted on a decorator or on any trainer.
     Mounted = object
 
 
@@ -46,6 +47,7 @@ class Capability(Mounted):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # After the constructor, when the layers inside are known.
         _check(self)
 
 
@@ -57,6 +59,7 @@ def capabilities_of(trainer: Trainer) -> list[type[Capability]]:
 def _named(trainer: Trainer) -> list[tuple[str, type[Capability]]]:
     """Return the capabilities, each with the name that the user knows: of the layer, or of the add-on."""
     return [
+        # Only a decorator has an attribute `trainer`.
         (type(layer).__name__ if "trainer" in vars(layer) else _add_on(layer, cls), cls)
         for layer in layers(trainer)
         for cls in type(layer).__mro__
@@ -70,6 +73,7 @@ def _add_on(trainer: Trainer, capability: type[Capability]) -> str:
 
 
 def _check(trainer: Trainer) -> None:
+    """Raise if two capabilities of a trainer have the same kind or exclude each other."""
     found = _named(trainer)
     for number, (outer_name, outer) in enumerate(found):
         for inner_name, inner in found[number + 1 :]:

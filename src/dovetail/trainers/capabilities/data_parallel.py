@@ -25,6 +25,7 @@ from dovetail.trainers.context import Stage
 from dovetail.trainers.fitting import check_kind, restoring
 from dovetail.trainers.metrics import Meter
 from dovetail.trainers.randomness import rng_state, seed_everything, set_rng_state
+from dovetail.trainers.reading import join_positions
 
 
 class DataParallel(Capability):
@@ -135,7 +136,7 @@ class DataParallel(Capability):
                     group.leave()
                 self._group = None
                 done = context.progress.batch
-                context.process.share = Share(begun=done, used=context.process.share.position(done))
+                context.process.share = Share(start_step=done, used=context.process.share.position(done))
                 # `is_main` stays: after a run, only one process writes, in `save_model` for example.
                 context.process.has_peers = False
 
@@ -147,7 +148,8 @@ class DataParallel(Capability):
         state = super().state_dict()
         own = {"rng": rng_state(), **{name: state[name] for name in _OWN_PARTS}}
         all_ranks = [own] if group is None else group.exchange(own)
-        return {**state, "data_parallel": {name: [each[name] for each in all_ranks] for name in own}}
+        by_rank = {name: [each[name] for each in all_ranks] for name in own}
+        return {**state, "epoch_start": join_positions(by_rank["epoch_start"]), "data_parallel": by_rank}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore this process's state; another number of processes seeds again and shares the rest of the epoch."""
@@ -167,9 +169,8 @@ class DataParallel(Capability):
             with restoring("data_parallel.rng"):
                 set_rng_state(saved["rng"][rank])
         elif rank:
-            seed_everything(
-                derive_seed(self.context.state["order_seed"], self.context.progress.batches, rank, rule="rank")
-            )
+            seeds = self.context.state["order_seed"], self.context.progress.batches, rank
+            seed_everything(derive_seed(*seeds, rule="rank"))
 
     def settle(self) -> None:
         """Exchange stop requests, so that all processes stop after the same update."""
@@ -301,7 +302,7 @@ class DataParallel(Capability):
         if turn.gradients is None:
             trained = [it for each in self.context.optimizers for group in each.param_groups for it in group["params"]]
             # The same division as at the end of the window, by the items that count.
-            factor = window.expected / window.items
+            factor = window.correction
             turn.gradients = [(it, None if it.grad is None else it.grad * factor) for it in trained]
             turn.items = window.items
 
@@ -326,9 +327,8 @@ class DataParallel(Capability):
         else:
             weight = context.run.window.items if context.run.window.size > 1 else context.run.num_items
             samples = turn.samples + context.run.batch.num_samples
-        extras = layout.average(
-            group, weight, [samples, *(_NO_STOP_REQUEST if context.run.stop_request is None else self._flags())]
-        )
+        flags = _NO_STOP_REQUEST if context.run.stop_request is None else self._flags()
+        extras = layout.average(group, weight, [samples, *flags])
         context.run.batch.num_averaged = layout.weight
         if turn.extras is None:
             turn.extras = extras
@@ -435,7 +435,7 @@ class _Layout:
         numbers: list[float] = []
         for bucket in self.buckets:
             *numbers, self.weight = bucket.tail.tolist()
-            bucket.gradients.div_(self.weight)
+            bucket.gradients.div_(self.weight or 1.0)
             for parameter, part, count in zip(bucket.parameters, bucket.parts, numbers, strict=False):
                 # A parameter that no process used has no gradient, as in a single process.
                 parameter.grad = (part if bucket.is_exact else part.to(parameter.dtype)) if count else None
@@ -492,7 +492,7 @@ _OWN_PARTS = ("meter", "epoch_start")
 def _sum_of(meters: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the state of a meter with the sums and counts of several meters, without single values."""
     sums: dict[str, float] = {}
-    counts: dict[str, int] = {}
+    counts: dict[str, float] = {}
     for each in meters:
         for name, value in each["sums"].items():
             sums[name] = sums.get(name, 0.0) + value

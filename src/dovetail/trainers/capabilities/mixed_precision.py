@@ -50,6 +50,7 @@ class MixedPrecision(Capability):
         names = [precision] if isinstance(precision, str) else list(precision)
         if not names:
             raise ConfigError("precision: expected at least one of 'auto', 'fp32', 'fp16' and 'bf16', got none")
+        # Raises for an unknown name now, and not in the first run.
         for name in names:
             Precision(name)
         if init_scale != _INIT_SCALE and not {"auto", "fp16"} & set(names):
@@ -64,12 +65,14 @@ class MixedPrecision(Capability):
         precision = self._get_precision()
         if self.context.precision not in (None, precision):
             raise ConfigError("mixed precision twice: leave out the layer, or the MixedPrecisionStepStrategy")
+        # Before the inner layers are set up: they prepare the scaler of the context's precision.
         self.context.precision = precision
         super().setup()
 
     def teardown(self, error: BaseException | None) -> None:
         """Remove the precision from the context."""
         super().teardown(error)
+        # Not if `setup` has rejected the precision of another part.
         if self.context.precision is self._precision:
             self.context.precision = None
 
@@ -84,6 +87,7 @@ class MixedPrecision(Capability):
 
     def _get_precision(self) -> Precision:
         if self._precision is None:
+            # Late: the device is final when the trainer is set up.
             kind = self.context.device.type
             self._precision = Precision(_first_possible(self._precision_names, kind), kind, self._init_scale)
         return self._precision

@@ -252,16 +252,14 @@ class DifferentialPrivacy(Capability):
         if stage != "train" or not self.poisson_sampling:
             return batches
         progress, share, sampling = self.context.progress, self.context.process.share, self._get_sampling()
-        loader = sampling.loader
-        total = num_batches(loader)
-        assert total is not None
+        loader, core = sampling.loader, cast(Any, self.core)
         # One seed per epoch, so that a resumed epoch draws the same batches.
         generator = torch.Generator().manual_seed(derive_seed(self._seed, progress.epoch, rule="poisson"))
         sampler = require("opacus.utils.uniform_sampler", "privacy").UniformWithReplacementSampler(
             num_samples=sampling.num_samples,
             sample_rate=sampling.rate,
             generator=generator,
-            steps=share.num_steps(total),
+            steps=core._data.num_batches(stage, loader),
         )
         drawn: DataLoader[Any] = DataLoader(
             loader.dataset,

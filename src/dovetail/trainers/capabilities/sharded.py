@@ -148,6 +148,7 @@ class ShardedDataParallel(DataParallel):
             window = context.run.window
             if window.size > 1:
                 model: Any = context.model
+                # Gradients are sent once per window.
                 model.set_requires_gradient_sync(window.closes)
             items = window.expected if window.size > 1 else context.run.num_items
             if isinstance(items, Tensor):
@@ -156,6 +157,7 @@ class ShardedDataParallel(DataParallel):
             if self._unit is None:
                 self._unit = _mean(group, items) or 1.0
             # Torch sums over the processes and divides by their number; `_average` divides by the total of items.
+            # An idle loss counts zero, even if it is NaN, but keeps its graph: every process takes part in backward.
             loss = loss.nan_to_num() * 0.0 if self._is_idle() else loss * (items / self._unit)
         with group.noticing():
             super().backward(loss, **kwargs)
@@ -169,6 +171,7 @@ class ShardedDataParallel(DataParallel):
     # ------------------------------------------------------------------ private
 
     def _divide(self, group: Group) -> None:
+        """Shard the model over the processes, and remember which parameters replace which."""
         context, model = self.context, self.context.model
         self._unit, self._items = None, 0
         if group.size == 1 or model is None:
@@ -176,12 +179,14 @@ class ShardedDataParallel(DataParallel):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
+        # An earlier run has sharded the model, and `fully_shard` accepts it only once.
         if isinstance(model, FSDPModule):
             divided: Any = next(filter(is_part, model.parameters()))
             self._mesh = divided.device_mesh
             return
         model.to(context.device)
         with torch.no_grad():
+            # Before sharding, while every process still has whole tensors.
             group.copy_first([*model.parameters(), *model.buffers()])
         self._mesh = init_device_mesh(context.device.type, (group.size,))
         before = dict(model.named_parameters())
@@ -199,6 +204,7 @@ class ShardedDataParallel(DataParallel):
         if self._mesh is None:
             super()._start_alike(group)
             return
+        # Optimizers of an earlier run, or given as objects, still have the whole parameters.
         divided = {id(before): after for before, after in self._sharded_parameters}
         for optimizer in context.optimizers:
             _replace_parameters(optimizer, divided)
@@ -253,6 +259,7 @@ class ShardedDataParallel(DataParallel):
                     module.reshard()
 
     def _computing(self) -> AbstractContextManager[Any]:
+        """Return a context for a step without gradients; a lost process is reported with its rank."""
         if self._mesh is None:
             return nullcontext()
         stack = ExitStack()
@@ -294,6 +301,7 @@ class ShardedDataParallel(DataParallel):
             if gradient is None:
                 continue
             if is_part(gradient):
+                # Torch has summed the parts and divided by the number of processes.
                 _scale(gradient, own * factor * group.size)
             else:
                 _scale(gradient, own * factor)

@@ -1,4 +1,4 @@
-"""Timing of a run, verb by verb."""
+"""Time measurement of a run: seconds and calls of each verb, and the time of waiting for data."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ def _measured(verb: str) -> Any:
         times = self._times
         if not times.are_running:
             return getattr(super(Timed, self), verb)(*args, **kwargs)
+        # A verb may cause other measured calls: a manual `train_step` calls `backward`, for example. Their time is
+        # subtracted here and added to the caller's `inside`, so that every second counts once.
         outside, times.inside, started = times.inside, 0.0, perf_counter()
         try:
             return getattr(super(Timed, self), verb)(*args, **kwargs)
@@ -86,6 +88,7 @@ class Timed(Capability):
         """Start the measurement of a run."""
         self._times = _Times()
         self._times.are_running = True
+        # After the new `_Times`, whose clock starts with the setup.
         _setup(self)
 
     def teardown(self, error: BaseException | None) -> None:
@@ -110,10 +113,12 @@ class Timed(Capability):
     after_step = _measured("after_step")
 
     def _measure_waiting(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yield batches, and count the time of waiting for each of them as `data`."""
         times, iterator = self._times, iter(batches)
         spent = times.spent["data"]
         while True:
             outside, times.inside, started = times.inside, 0.0, perf_counter()
+            # An inner layer may call measured verbs while it reads: a sharded trainer computes along with others.
             batch = next(iterator, _END)
             seconds = perf_counter() - started
             spent[0] += seconds - times.inside
@@ -150,6 +155,7 @@ def _none() -> list[Any]:
 
 _setup = _measured("setup")
 
+# The order of `verb_times`: the order of the calls in the loop.
 _ORDER = (
     "setup",
     "data",

@@ -47,6 +47,7 @@ from dovetail.trainers.schedules.values import (
     WarmRestart,
     WarmRestartScheduler,
 )
+from dovetail.trainers.schedules.whole_run import RunSchedule, RunScheduleLR
 
 __all__ = [
     "CosineAnnealingScheduler",
@@ -68,6 +69,8 @@ __all__ = [
     "LogDecay",
     "LogDecayScheduler",
     "MtmScheduler",
+    "RunSchedule",
+    "RunScheduleLR",
     "Schedule",
     "ScheduleLR",
     "SchedulerBase",

@@ -50,6 +50,7 @@ class ScheduleLR(LRScheduler):
     """
 
     def __init__(self, optimizer: Optimizer, schedule: Schedule) -> None:
+        # All attributes before `super().__init__`, which calls `step` to set the first value.
         self.schedule = copy.copy(schedule)
         self.interval: Literal["update", "epoch"] = "update" if schedule.unit == "update" else "epoch"
         self.key = schedule.key

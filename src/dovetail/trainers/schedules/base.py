@@ -17,6 +17,7 @@ from dovetail.extras import require
 from dovetail.trainers.schedules.applied import ScheduleLR
 from dovetail.units import check_count
 
+# Options of all schedules that are lengths: a value of 0 would be a division by zero.
 _LENGTHS = frozenset(
     {"stepsize", "lr_decay_every", "num_iters", "num_iter", "step_per_epoch", "num_epochs", "decay_length"}
 )
@@ -63,6 +64,7 @@ class Schedule(ABC):
             check_count(f"{type(self).__name__}: lr_history_size", self.lr_history_size, 0)
             self.lr_history = None if self.no_lr_history else []
         for name in _LENGTHS.intersection(option.name for option in fields(self)):
+            # `not … > 0` also rejects NaN.
             if not (length := getattr(self, name)) > 0:
                 raise ConfigError(f"{type(self).__name__}: {name}: expected a number above 0, got {length!r}")
 
@@ -101,7 +103,7 @@ class Schedule(ABC):
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Restore the state returned by `state_dict`."""
         if state:
-            raise ConfigError(f"{type(self).__name__} observes nothing, but was given the state {dict(state)}")
+            raise ConfigError(f"{type(self).__name__} has no state, but was given the state {dict(state)}")
 
     def bind(self, optimizer: Optimizer) -> ScheduleLR:
         """Return a torch scheduler that applies this schedule to `optimizer`, from its first update on."""
@@ -118,6 +120,7 @@ class Schedule(ABC):
         figure = require("matplotlib.figure", "plot").Figure(figsize=(6, 3.4), dpi=144, layout="constrained")
         axes = figure.subplots()
         check_count("num", num)
+        # At most about 2,000 points.
         counts = range(0, num + 1, math.ceil(num / 2000))
         axes.plot(counts, [self.value(count) for count in counts], color="#0072B2", linewidth=1.7)
         axes.set_title(type(self).__name__, loc="left", fontweight="bold")

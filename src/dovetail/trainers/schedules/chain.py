@@ -32,6 +32,7 @@ class SchedulerBase(LRScheduler):
 
     def __init__(self, optimizer: Optimizer, total_iters: int, eta_min: float = 0.0, last_epoch: int = -1) -> None:
         kind = type(self)
+        # The two default methods call each other, so a class that defines neither would recurse without end.
         if kind.lrs_at is SchedulerBase.lrs_at and kind.get_lr is SchedulerBase.get_lr:
             raise TypeError(f"{kind.__name__}: expected a class that defines lrs_at(step) or get_lr()")
         if total_iters <= 0:
@@ -118,6 +119,7 @@ class SchedulerChain(SchedulerBase):
 
     def lrs_at(self, step: int) -> list[float | Tensor]:
         """Return the learning rate of every parameter group after `step` steps."""
+        # The last scheduler also defines the rates after the end of the chain.
         *earlier, last = self.schedulers
         for scheduler in earlier:
             if step < scheduler.total_iters:

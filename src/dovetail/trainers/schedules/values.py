@@ -58,7 +58,9 @@ class LogDecay(LRSchedule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.lr_min == 0:
-            raise ConfigError(f"LogDecay: lr_min: expected a number above 0, got {self.lr_min!r}: no factor leads to 0")
+            raise ConfigError(
+                f"LogDecay: lr_min: expected a number above 0, got {self.lr_min!r}: repeated division never reaches 0"
+            )
 
     def at(self, count: float) -> float:
         """Return the value `count` updates after the start."""
@@ -204,11 +206,13 @@ class EpochSet(LRSchedule):
             raise ConfigError(
                 f"EpochSet: expected a mapping of epochs to values, {{0: 0.1, 5: 0.01}}, got {self.schedule!r}"
             )
+        # Not `isinstance`: True and False are no epochs.
         if 0 not in self.schedule or not all(type(epoch) is int for epoch in self.schedule):
             raise ConfigError(f"EpochSet: expected epochs, with 0 among them, as keys, got {dict(self.schedule)}")
 
     def at(self, count: float) -> float:
         """Return the value `count` epochs after the start."""
+        # Factors of all epochs so far are multiplied; of learning rates the last one counts.
         reached = [self.schedule[epoch] for epoch in sorted(self.schedule) if epoch <= count]
         return reached[-1] if self.lr_value else math.prod(reached)
 
@@ -311,6 +315,7 @@ class DecayWhenAcc(_DecayWithAccuracy):
     def get_lr(self, x: float) -> float:
         """Process the accuracy `x` and return the value after it."""
         self.observe(x)
+        # `at` does not use the count: the value depends on the accuracies alone.
         return super().get_lr(0)
 
 
@@ -366,6 +371,7 @@ class TriangularMtm(MtmScheduler):
         return self.mtm_max - (self.mtm_max - self.mtm_min) * _triangle(count, self.stepsize)
 
 
+# The names of lernomatic.
 LinearDecayScheduler = LinearDecay
 LogDecayScheduler = LogDecay
 ExponentialDecayScheduler = ExponentialDecay

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dovetail.data import as_loader, num_batches
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, add_note
 from dovetail.trainers.bound_scheduler import BoundScheduler, bind_scheduler
 from dovetail.trainers.catalog import losses, optimizers, schedulers
 from dovetail.trainers.schedules import Schedule
@@ -42,14 +42,39 @@ def as_scheduler(scheduler: Any, optimizer: Optimizer) -> LRScheduler | ReduceLR
         return scheduler.bind(optimizer)
     if isinstance(scheduler, str):
         scheduler = schedulers.get(scheduler)
+    # The classes of torch are called with the optimizer alone; the error shows the `partial` to write.
     if isinstance(scheduler, type) and (missing := _missing_arguments(scheduler)):
         name, settings = scheduler.__name__, ", ".join(f"{it}=…" for it in missing)
         raise ConfigError(f"lr_scheduler: {name} needs {' and '.join(missing)}; give partial({name}, {settings})")
-    built = scheduler(optimizer) if callable(scheduler) else scheduler
+    built = _call_with_optimizer(scheduler, optimizer) if callable(scheduler) else scheduler
     if not isinstance(built, (LRScheduler, ReduceLROnPlateau)):
         raise ConfigError(
             "lr_scheduler: expected a scheduler of torch, a schedule, or a callable of the optimizer such as "
             f"partial(StepLR, step_size=3), got {scheduler!r}"
+        )
+    return built
+
+
+def _call_with_optimizer(build: Callable[[Optimizer], Any], optimizer: Optimizer) -> Any:
+    """Return the scheduler that a callable builds for an optimizer.
+
+    Raises:
+        ConfigError: The callable returned a scheduler of another optimizer.
+    """
+    try:
+        built = build(optimizer)
+    except TypeError as error:
+        add_note(
+            error,
+            "lr_scheduler: the callable gets an optimizer and returns a scheduler; for a function of the number of "
+            "steps write partial(LambdaLR, lr_lambda=…)",
+        )
+        raise
+    if getattr(built, "optimizer", optimizer) is not optimizer:
+        # Otherwise one optimizer would be scheduled once for each of them, and the others not at all.
+        raise ConfigError(
+            f"lr_scheduler: the callable was called with one optimizer and returned a {type(built).__name__} of "
+            "another one; build the scheduler of the given optimizer, or give scheduler objects"
         )
     return built
 
@@ -142,6 +167,7 @@ class OptionLoaderStrategy(Described, base.DataLoaderStrategy):
     shuffle: bool
     drop_last: bool
     num_workers: int
+    collate_fn: Callable[[list[Any]], Any] | None = None
 
     def create_train_loader(
         self, trainset: Any, sampler: Any, batch_size: int, context: TrainingContext
@@ -153,8 +179,10 @@ class OptionLoaderStrategy(Described, base.DataLoaderStrategy):
             "num_workers": self.num_workers,
             "seed": context.state["order_seed"],
             "sampler": sampler,
+            "collate_fn": self.collate_fn,
         }
         loader = as_loader(trainset, drop_last=self.drop_last, **settings)
+        # An epoch without batches would train nothing.
         return loader if num_batches(loader) != 0 else as_loader(trainset, drop_last=False, **settings)
 
 
@@ -238,6 +266,7 @@ class CallableSchedulerStrategy(Described, base.LRSchedulerStrategy):
         """Return the scheduler."""
         scheduler = as_scheduler(self.scheduler, optimizer)
         assert scheduler is not None
+        # The kind of the scheduler determines it, and is known only now.
         self.interval = bind_scheduler(scheduler).interval
         return scheduler
 
@@ -310,12 +339,14 @@ def _optimizer_from(given: Any, model: nn.Module, settings: Mapping[str, Any]) -
     """
     if isinstance(given, Optimizer):
         return given
+    # Unlike the strategies in `optimizer.py`, the options leave out frozen parameters.
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if isinstance(given, str):
         given = optimizers.get(given)
     if not parameters:
         raise ConfigError("the model has no parameter that requires a gradient: there is nothing to optimise")
     if isinstance(given, type) and issubclass(given, Optimizer):
+        # Adam, for example, takes no momentum.
         taken = inspect.signature(given).parameters
         optimizer = given(parameters, **{name: value for name, value in settings.items() if name in taken})
     else:

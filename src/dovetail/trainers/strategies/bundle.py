@@ -58,6 +58,7 @@ class Strategies:
             for strategy in self:
                 strategy.setup(context)
                 done.callback(strategy.teardown, context)
+            # All succeeded: keep them set up until `teardown`.
             done.pop_all()
         self.is_set_up = True
 
@@ -65,6 +66,7 @@ class Strategies:
         """Tear down every strategy, even if one of them fails; later calls do nothing."""
         if not self.is_set_up:
             return
+        # Before the calls, so that a teardown which fails is not repeated.
         self.is_set_up = False
         failure: BaseException | None = None
         for strategy in self:
@@ -87,6 +89,7 @@ class Strategies:
 
     def as_callback(self) -> Callback | None:
         """Return a callback that calls the hooks which these strategies override, or None if they override none."""
+        # Only hooks that a strategy overrides: the loop then calls nothing for the others.
         events: dict[str, Any] = {}
         if listeners := [*self._hooks("on_prepare"), *self._hooks("on_train_start")]:
             events["on_train_start"] = _calling(listeners)
@@ -119,6 +122,7 @@ class Strategies:
         return None if is_empty else type("StrategyHooks", (Callback,), {**events, "is_part_of_trainer": True})()
 
     def _add_update_events(self, events: dict[str, Any]) -> None:
+        """Add the hooks that count updates: `before_step`, `on_optimizer_step` and `after_step` of the strategies."""
         update, optimizer_strategy = self.model_update, self.optimizer
         if _overrides(update, "before_step", ModelUpdateStrategy):
 
@@ -164,6 +168,7 @@ class Strategies:
         return [strategy for strategy in self if strategy.role in self.given and _overrides_hook(strategy, hook)]
 
     def _phase_starts(self) -> list[Callable[..., None]]:
+        """Return the hook that announces the phase of an epoch, if the update strategy has phases."""
         update = self.model_update
         if not _overrides(update, "phases", ModelUpdateStrategy):
             return []
@@ -172,6 +177,7 @@ class Strategies:
         def begin(context: TrainingContext) -> None:
             run, epoch = context.run, context.progress.epoch
             phase = run.phase_at(epoch)
+            # In every epoch, not only in the first of a phase: a resumed run may start in the middle of one.
             run.is_detached = phase.is_detached
             if run.starts_phase(epoch):
                 on_phase_start(phase, context)
@@ -196,6 +202,7 @@ def check_roles(strategies: Mapping[str, Any]) -> None:
 
 def _overrides_hook(strategy: Strategy, hook: str) -> bool:
     """Return whether a strategy, or a strategy inside it, overrides a hook."""
+    # A nesting strategy defines every hook in order to forward it, so its parts decide.
     if isinstance(strategy, Nesting) and getattr(type(strategy), hook) is getattr(Nesting, hook):
         return any(_overrides_hook(part, hook) for part in strategy.parts)
     return _overrides(strategy, hook, Strategy)

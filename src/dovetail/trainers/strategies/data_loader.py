@@ -224,6 +224,7 @@ class DynamicBatchSizeDataLoaderStrategy(Described, DataLoaderStrategy):
         Raises:
             DataError: The data is a stream, or already in batches.
         """
+        # Only the dataset and the order of this loader are used.
         whole = as_loader(trainset, batch_size=1, sampler=sampler)
         if whole is trainset or not isinstance(whole, DataLoader) or isinstance(whole.dataset, IterableDataset):
             raise DataError(f"{self!r} forms batches itself: expected a dataset with indices, got {trainset!r}")
@@ -233,6 +234,7 @@ class DynamicBatchSizeDataLoaderStrategy(Described, DataLoaderStrategy):
         self._batches = _SizedBatches(whole.sampler, shuffles, context.state.get("order_seed"), size)
         self._sized_epoch = restored.get("epoch", -1)
         context.state["batch_size"] = size
+        # The loader is built on first use, which may be after the `on_epoch_start` of its first epoch.
         self.on_epoch_start(context)
         return DataLoader(
             whole.dataset, batch_sampler=self._batches, num_workers=self.num_workers, pin_memory=self.pin_memory
@@ -258,6 +260,7 @@ class DynamicBatchSizeDataLoaderStrategy(Described, DataLoaderStrategy):
             self._batches.batch_size, self._sized_epoch = state["batch_size"], state["epoch"]
 
     def _set_size(self, context: TrainingContext) -> None:
+        """Set the batch size for the epoch that starts: the result of `adjust_fn`, at most `max_batch_size`."""
         assert self._batches is not None
         context.state["batch_size"] = self._batches.batch_size
         # The loader may be built between two epochs: the function receives the number of the epoch that starts.
@@ -291,6 +294,7 @@ class _SizedBatches(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         indices = list(self._order)
         if self._shuffles:
+            # From the seed and the epoch alone, so that a resumed epoch has the same order.
             generator = torch.Generator().manual_seed(derive_seed(self._seed, self._epoch, rule="sized_batches"))
             indices = [indices[place] for place in torch.randperm(len(indices), generator=generator).tolist()]
         for start in range(0, len(indices), self.batch_size):
@@ -298,6 +302,7 @@ class _SizedBatches(Sampler[list[int]]):
 
 
 def _resolved(sampler: Any) -> Any:
+    # A dictionary also has a method `get`, but is no source of a sampler.
     if sampler is None or isinstance(sampler, Mapping):
         return sampler
     return sampler.get() if isinstance(sampler, SamplerSource) else sampler
@@ -317,6 +322,7 @@ def _loader(
     prefetch_factor: int | None = None,
     persistent_workers: bool = False,
 ) -> Iterable[Any]:
+    """Return the loader of a training set; indices are shuffled every epoch, a torch sampler keeps its order."""
     sampler = _resolved(sampler)
     seed = context.state.get("order_seed")
     shuffle = shuffle or (sampler is not None and not isinstance(sampler, Sampler))

@@ -1,4 +1,4 @@
-"""Loss strategies."""
+"""Loss strategies: cross entropy, squared error, weighted sums of losses, and losses of a configuration."""
 
 from __future__ import annotations
 
@@ -63,6 +63,7 @@ class DefaultLossCriterionStrategy(Described, LossCriterionStrategy):
         if self._criterion is None:
             self._criterion = self.loss_fn or _configured(context.config)
             self.is_classification = classifies(self._criterion)
+            # A loss of the configuration is built here, after the trainer has moved its criterion to the device.
             if isinstance(self._criterion, nn.Module) and isinstance(outputs, Tensor):
                 self._criterion.to(outputs.device)
         return self._criterion(outputs, labels)
@@ -246,6 +247,7 @@ class L2RegularizationStrategy(Described, LossCriterionStrategy):
         """Return the penalty; it does not depend on the batch."""
         assert context.model is not None
         squares = [parameter.square().sum() for parameter in context.model.parameters() if parameter.requires_grad]
+        # `stack` rejects an empty list, as of a model whose parameters are all frozen.
         return self.weight * torch.stack(squares).sum() if squares else torch.zeros((), device=context.device)
 
 

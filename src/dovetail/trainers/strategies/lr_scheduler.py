@@ -1,4 +1,4 @@
-"""Learning-rate scheduler strategies.
+"""Learning-rate scheduler strategies: torch's schedulers, warm-up, and schedulers with timm's interface.
 
 Every strategy here has two keywords: the scheduler steps at every `interval` (`epoch`, `update` or `batch`), or with
 `frequency` at every n-th of these. The lengths of a schedule (`step_size`, `T_max`, …) are counted in such steps.
@@ -52,6 +52,7 @@ def step_scheduler(
 
 
 def _observed(context: TrainingContext, monitor: str, interval: Interval) -> Any:
+    """Return the value that a scheduler follows, a metric or the last loss; None if there is no new one."""
     validation = context.run.validation
     if monitor == "last_loss" or not validation or interval != "epoch":
         return context.state.get("last_loss")
@@ -117,6 +118,7 @@ class DefaultLRSchedulerStrategy(TimedSchedulerStrategy):
             raise ConfigError(f"global_lr_scheduler: expected interval='epoch', got {self.interval!r}")
         if name == "CosineAnnealingLR" and self.interval == "epoch" and "epochs" in config:
             epochs = config.get("total_epochs", config["epochs"]) if continues else config["epochs"]
+            # One half cosine over the whole training, unless the configuration has another length.
             arguments.setdefault("T_max", max(1, epochs // self.frequency))
         scheduler = schedulers.get(name)(optimizer, **arguments)
         if continues:
@@ -145,6 +147,7 @@ class TorchSchedulerStrategy(TimedSchedulerStrategy):
 
     def create_scheduler(self, optimizer: Optimizer, context: TrainingContext) -> Any:
         """Return the scheduler."""
+        # `interval`, `frequency` and `monitor` are keyword-only, and no arguments of torch's class.
         settings = {each.name: getattr(self, each.name) for each in fields(self) if not each.kw_only}
         return type(self).scheduler_class(optimizer, **settings)
 
@@ -332,6 +335,7 @@ class WarmupSchedulerStrategy(TimedSchedulerStrategy, Nesting):
 
     def create_scheduler(self, optimizer: Optimizer, context: TrainingContext) -> WarmupLR:
         """Return one scheduler for both schedules; its state contains both."""
+        # The base first: its constructor reads the optimizer's rates, which the warm-up then lowers.
         base = None if self.base_scheduler is None else self.base_scheduler.create_scheduler(optimizer, context)
         # Some schedules know their interval only now.
         self._check_interval()
@@ -370,6 +374,7 @@ class WarmupLR(LRScheduler):
     """
 
     def __init__(self, optimizer: Optimizer, warmup_steps: int, start_lr: float, base: Any = None) -> None:
+        # All attributes before `super().__init__`, which sets the first rate of the warm-up.
         self.base = base
         self.warmup_steps = warmup_steps
         self.start_lr = start_lr
@@ -439,6 +444,7 @@ class TimmLRSchedulerStrategy(Described, LRSchedulerStrategy):
 
     def create_scheduler(self, optimizer: Optimizer, context: TrainingContext) -> Any:
         """Return the scheduler."""
+        # Kept for `on_epoch_end`: the loop passes the scheduler to `step` only, at every update.
         self._scheduler = self.scheduler_fn(optimizer)
         return self._scheduler
 

@@ -53,6 +53,7 @@ class StateTrackingUpdateStrategy(Described, ModelUpdateStrategy):
         """Count the run."""
         if context.current_round:
             self.round_number = context.current_round
+        # A resumed run has the identifier that was restored with the counts.
         elif not context.run.id or context.run.id != self._run_id:
             self.round_number += 1
         self._run_id = context.run.id
@@ -158,13 +159,14 @@ class CompositeUpdateStrategy(Nesting, ModelUpdateStrategy):
         return payload
 
 
-def beside(added: ModelUpdateStrategy, present: ModelUpdateStrategy | None) -> ModelUpdateStrategy:
+def combine_update_strategies(added: ModelUpdateStrategy, present: ModelUpdateStrategy | None) -> ModelUpdateStrategy:
     """Return an update strategy combined with the present one, unless that does nothing; the added one comes first.
 
     Example:
-        >>> beside(StateTrackingUpdateStrategy(), NoOpUpdateStrategy())
+        >>> combine_update_strategies(StateTrackingUpdateStrategy(), NoOpUpdateStrategy())
         StateTrackingUpdateStrategy()
     """
+    # The exact class, because a subclass may do something.
     if present is None or type(present) is NoOpUpdateStrategy:
         return added
     return CompositeUpdateStrategy([added, present])

@@ -32,6 +32,7 @@ class Described:
         own = fields(self)  # type: ignore[arg-type]  # every class with this mixin is a dataclass
         settings = [
             f"{field.name}={shown(value)}"
+            # Keyword-only fields of a base class come first in `fields`, but are written last in a call.
             for field in sorted(own, key=lambda field: field.kw_only is True)
             if field.init and not _is_default(value := getattr(self, field.name), field)
         ]
@@ -67,6 +68,7 @@ class Nesting(Described, Strategy, ABC):
 
     def teardown(self, context: TrainingContext) -> None:
         """Tear down every part, the last one first, even if one of them fails."""
+        # An ExitStack calls all of them, and raises the error of the last one that failed.
         with ExitStack() as stack:
             for part in self.parts:
                 stack.callback(part.teardown, context)
@@ -113,6 +115,7 @@ class Nesting(Described, Strategy, ABC):
             CheckpointError: The state has another number of parts.
         """
         parts, states = self.parts, state.get("parts", ())
+        # Without states, no part had one when the checkpoint was written.
         if states and len(states) != len(parts):
             raise CheckpointError(f"{self!r} holds {len(parts)} strategies, and the checkpoint has {len(states)}")
         for part, part_state in zip(parts, states, strict=False):
@@ -120,8 +123,10 @@ class Nesting(Described, Strategy, ABC):
 
 
 def _is_default(value: Any, field: Field[Any]) -> bool:
+    # Comparing tensors returns a tensor.
     if field.default is MISSING or isinstance(value, Tensor):
         return False
+    # With the type, because 1 == 1.0 == True.
     return value is field.default or bool(type(value) is type(field.default) and value == field.default)
 
 

@@ -1,4 +1,4 @@
-"""Optimizer strategies.
+"""Optimizer strategies: SGD, Adam, AdamW, RMSprop, parameter groups, and clipping before every step.
 
 Every optimizer here receives all parameters of the model, including frozen ones: torch skips a parameter without a
 gradient, and a parameter that is unfrozen later is then trained.
@@ -80,6 +80,7 @@ class TorchOptimizerStrategy(Described, OptimizerStrategy):
 
     def create_optimizer(self, model: nn.Module, context: TrainingContext) -> Optimizer:
         """Return the optimizer of a model."""
+        # The fields of the dataclass are the arguments of torch's class.
         settings = {**vars(self), "lr": learning_rate(self.lr, context)}
         return type(self).optimizer_class(_parameters(model), **settings)
 
@@ -188,6 +189,7 @@ class ParameterGroupOptimizerStrategy(OptimizerStrategy):
     def create_optimizer(self, model: nn.Module, context: TrainingContext) -> Optimizer:
         """Return the optimizer of a model."""
         build: Any = self.optimizer_class
+        # Copies, because torch adds its defaults to the dictionaries.
         groups = [dict(group) for group in self.parameter_groups_fn(model)]
         optimizer: Optimizer = build(groups, lr=learning_rate(self.default_lr, context), **self.settings)
         return optimizer
@@ -221,6 +223,7 @@ class GradientClippingOptimizerStrategy(Nesting, OptimizerStrategy):
 
     def __post_init__(self) -> None:
         clipping = Clipping("GradientClippingOptimizerStrategy", self.max_norm, norm_type=self.norm_type)
+        # The dataclass is frozen.
         object.__setattr__(self, "clipping", clipping)
 
     @property
@@ -234,6 +237,7 @@ class GradientClippingOptimizerStrategy(Nesting, OptimizerStrategy):
 
     def on_gradients(self, optimizer: Optimizer, context: TrainingContext) -> None:
         """Clip the gradients of the optimizer."""
+        # First the strategy inside, so that its changes are clipped, too.
         self.base_strategy.on_gradients(optimizer, context)
         self.clipping.apply(optimizer)
 

@@ -1,4 +1,4 @@
-"""Testing strategies."""
+"""Testing strategies: the accuracy of a model on a test set."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dovetail.data import as_loader, split_batch, to_device
 from dovetail.errors import DataError
-from dovetail.trainers.modules import forward
+from dovetail.trainers.modules import entry_of, forward
 from dovetail.trainers.strategies.base import TestingStrategy
 from dovetail.trainers.strategies.nesting import Described
 
@@ -52,6 +52,8 @@ class DefaultTestingStrategy(Described, TestingStrategy):
                 if labels is None:
                     raise DataError("the batch has no labels to compare the outputs with: give a testing_strategy")
                 outputs = forward(model, examples)
+                logits = entry_of(outputs, "logits")
+                outputs = outputs if logits is None else logits
                 if labels.is_floating_point() and labels.shape == outputs.shape:
                     labels = labels.argmax(dim=1)
                 # Sum on the device: reading the value in every batch would wait for the device.

@@ -1,8 +1,7 @@
 """Training-step strategies: how the loss of one batch is computed and differentiated.
 
-A step has two halves: the loss, and its backward pass. Every strategy changes one of them, or a setting of the context,
-and leaves the rest to the strategy inside it. So strategies nest in any order, and the loop still controls
-accumulation, precision and clipping.
+A step has two halves, the loss and its backward pass. A strategy changes one of them, or a setting of the context, and
+leaves the rest to the strategy inside it. The loop still controls accumulation, precision and clipping.
 """
 
 from __future__ import annotations
@@ -546,6 +545,7 @@ def is_plain(strategy: TrainingStepStrategy) -> bool:
 
 
 def _differentiate(optimizer: Optimizer, loss: Tensor, context: TrainingContext, options: Options) -> None:
+    # Without options, or if the step inside has done both, backward and step are left to the loop.
     if options and not context.run.batch.optimized:
         context.backward(loss, **options)
         context.step(optimizer)

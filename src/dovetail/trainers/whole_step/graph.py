@@ -66,6 +66,7 @@ class Graph:
 
     def run(self, leaves: list[Tensor]) -> Sequence[Tensor]:
         """Make the updates, and return the outputs of all steps in one sequence."""
+        # The order of the inputs in the trace, see `WholeStep._compile`; unused inputs were removed from both.
         outputs: Sequence[Tensor] = self.call(
             *self.parameters,
             *map(getitem, self._spaces, self._slots),
@@ -102,6 +103,7 @@ class Graph:
         """Read the constants from their owners again, and return whether all exist in the same form."""
         for number, place in enumerate(self.places):
             value = None if place is None else _read(place)
+            # The compiled code is valid for one form only.
             if not isinstance(value, Tensor) or _form(value) != _form(self.constants[number]):
                 return False
             self.constants[number] = value
@@ -168,4 +170,5 @@ def _read(place: Callable[[], Any]) -> Any:
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:
+    # With strides: Inductor generates code for one layout in memory.
     return tensor.shape, tensor.dtype, tensor.device, tensor.stride(), tensor.requires_grad

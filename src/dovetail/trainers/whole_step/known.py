@@ -1,4 +1,4 @@
-"""Inputs of a computation besides tensors, for modules and strategies whose code is known."""
+"""Non-tensor inputs of modules and strategies whose code is known, to detect a step that has changed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def read_by(piece: Any, known: frozenset[type[Any]]) -> Any:
         known: Types of objects whose methods read only their arguments and the object's attributes.
 
     Raises:
-        UnknownError: The object may compute from anything else.
+        UnknownError: The object may read values that are not inputs of a graph else.
 
     Example:
         >>> layer, before = nn.Dropout(0.1), read_by(nn.Dropout(0.1), frozenset())
@@ -51,16 +51,17 @@ def read_by(piece: Any, known: frozenset[type[Any]]) -> Any:
         return kind, read_by(vars(piece), known)
     if kind is partial and type(owner := getattr(piece.func, "__self__", None)) in known:
         return piece.func.__func__, read_by(owner, known)
-    raise UnknownError(f"{kind.__name__} may compute from anything")
+    raise UnknownError(f"{kind.__name__} may read values that are not inputs of a graph")
 
 
 _VALUES = frozenset({int, float, bool, str, bytes, type(None)})
 
 
 def _read_by_module(module: nn.Module, known: frozenset[type[Any]]) -> Any:
+    """Return the attributes and submodules of a layer of torch; raise for other modules."""
     attributes = vars(module)
     if not type(module).__module__.startswith(_LAYERS) or "forward" in attributes:
-        raise UnknownError(f"{type(module).__name__} may compute from anything")
+        raise UnknownError(f"{type(module).__name__} may read values that are not inputs of a graph")
     # The others are torch's: hooks, which prevent a graph, and the parameters, which are inputs of the graph.
     own = {name: value for name, value in attributes.items() if name[0] != "_"}
     missing = [name for name, buffer in module._buffers.items() if buffer is None]

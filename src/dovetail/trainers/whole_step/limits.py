@@ -38,6 +38,7 @@ def check_modules(modules: Sequence[nn.Module], parameters: Mapping[str, nn.Para
                 raise CannotCompileError(f"a {type(module).__name__} has the hook {_name_of(hook)}")
     if any(getattr(global_hooks, f"_global{name}", None) for name in _HOOKS):
         raise CannotCompileError("all modules have a global hook")
+    # A name starts with the index of its module in the root, as in `0.weight`; messages leave it out.
     for name, parameter in parameters.items():
         if type(parameter) is not nn.Parameter:
             raise CannotCompileError(f"the parameter {name[2:]} is a {type(parameter).__name__}")
@@ -54,9 +55,11 @@ def check_optimizer(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]
     """Raise for optimizers without a rule, and for settings that the rules do not support."""
     known = set(ids(parameters.values()))
     name = type(optimizer).__name__
+    # The exact class: a subclass may change the update.
     if type(optimizer) not in RULES:
         raise CannotCompileError(f"the optimizer is {name}, not one of {', '.join(it.__name__ for it in RULES)}")
     for group in optimizer.param_groups:
+        # Torch does not damp the first gradient, so a momentum that starts with zeros would differ.
         if group.get("dampening"):
             raise CannotCompileError(f"the optimizer {name} has dampening")
         if group.get("differentiable"):
@@ -86,6 +89,7 @@ def reject_changes(spaces: Sequence[Space]) -> Iterator[None]:
     try:
         yield
     finally:
+        # Also after an error: the step is then computed eagerly, from the same values.
         for owner, space, old in before:
             changed += [f"{owner}.{name}" for name in _undo_changes(space, old)]
     if changed:

@@ -58,6 +58,7 @@ class SGDRule(Rule):
         if decays:
             gradient = gradient + parameter * decay
         if has_momentum:
+            # The buffer starts with zeros, so the first average is the gradient, as in torch.
             average = state["momentum_buffer"].mul_(momentum).add_(gradient)
             gradient = gradient + average * momentum if is_nesterov else average
         parameter.sub_(gradient * rate)
@@ -103,6 +104,7 @@ def _largest(largest: Tensor, square: Tensor) -> Tensor:
     return largest.copy_(torch.maximum(largest, square))
 
 
+# AdamW is an Adam whose groups set `decoupled_weight_decay`.
 RULES: dict[type[Optimizer], Rule] = {SGD: SGDRule(), Adam: AdamRule(), AdamW: AdamRule()}
 
 
@@ -113,6 +115,7 @@ def state_of(optimizer: Optimizer, parameter: nn.Parameter, slot: str) -> Tensor
         return known
     if slot != "step":
         return torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    # `step` has the device and the dtype that torch's own first step would choose.
     group = next(group for group in optimizer.param_groups if any(it is parameter for it in group["params"]))
     is_there = group["capturable"] or group["fused"]
     dtype = torch.float64 if torch.get_default_dtype() is torch.float64 and not group["fused"] else torch.float32
@@ -135,4 +138,5 @@ def clip_factor(norms: Sequence[Tensor], max_norm: float) -> Tensor:
         max_norm: The largest norm of all gradients of a model together.
     """
     norm: Tensor = torch.linalg.vector_norm(torch.stack([*norms]), dim=0)
+    # The constants of `clip_grad_norm_`.
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)

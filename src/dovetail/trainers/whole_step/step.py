@@ -125,7 +125,7 @@ class WholeStep:
         """The number of forms of batches that have a graph."""
         return len(self._graphs)
 
-    def begin(self, *, is_among_many: bool = False) -> None:
+    def start_run(self, *, is_among_many: bool = False) -> None:
         """Start another run: its own batches decide what is compiled, not the runs before.
 
         Existing graphs are reused when the run would have compiled them.

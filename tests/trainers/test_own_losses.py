@@ -1,0 +1,80 @@
+"""Steps of users that return the loss alone, or differentiate it themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from problem import Problem, assert_same_weights
+from torch import Tensor, nn
+
+from dovetail import Epochs, Trainer
+from dovetail.errors import ConfigError
+from dovetail.trainers import AutoBatchTrainer
+
+
+def loss_of(trainer: Any, batch: Any) -> Tensor:
+    return nn.functional.cross_entropy(trainer.model(batch[0]), batch[1])
+
+
+class Bare(Trainer):
+    def train_step(self, batch: Any) -> Any:
+        return loss_of(self, batch)
+
+    def test_step(self, batch: Any) -> Any:
+        return loss_of(self, batch)
+
+
+def build(kind: type[Trainer], model: nn.Module, **options: Any) -> Any:
+    return kind(model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.1), verbose=False, **options)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: build(Bare, model),
+        lambda model: build(Trainer, model, train_step=loss_of, test_step=loss_of),
+        lambda model: AutoBatchTrainer(build(Bare, model)),
+    ],
+    ids=["subclass", "function", "micro-batches"],
+)
+def test_a_bare_loss_trains_like_a_loss_by_name(problem: Problem, make: Callable[[nn.Module], Any]) -> None:
+    ours, theirs = problem.model(), problem.model()
+    length = {"max_length": Epochs(2)}
+    history = make(ours).fit(problem.batches, problem.batches[:3], **length)
+    expected = build(Trainer, theirs, metrics={}).fit(problem.batches, problem.batches[:3], **length)
+    assert_same_weights(ours, theirs)
+    assert history.get_metric_values("valid_loss") == expected.get_metric_values("valid_loss")
+
+
+@pytest.mark.parametrize("detaches", [False, True])
+@pytest.mark.parametrize("steps", [False, True])
+def test_a_step_that_calls_backward_itself_is_answered(problem: Problem, detaches: bool, steps: bool) -> None:
+    def step(trainer: Any, batch: Any) -> Tensor:
+        loss = loss_of(trainer, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if steps:
+            trainer.optimizer.step()
+        return loss.detach() if detaches else loss
+
+    with pytest.raises(ConfigError, match=r"write self\.context\.backward\(loss\) and self\.context\.step"):
+        build(Trainer, problem.model(), train_step=step).fit(problem.batches)
+
+
+def test_another_failure_of_backward_keeps_its_type(problem: Problem) -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, loss: Tensor) -> Tensor:
+            return loss.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            raise RuntimeError("out of luck")
+
+    def step(trainer: Any, batch: Any) -> Any:
+        return Fails.apply(loss_of(trainer, batch))  # type: ignore[no-untyped-call]
+
+    with pytest.raises(RuntimeError, match="out of luck"):
+        build(Trainer, problem.model(), train_step=step).fit(problem.batches)
