@@ -1,6 +1,6 @@
-"""The site: the pages of this folder as they stand, the papers of the repository, and a page for every public module.
+"""Settings of the site: the pages of this folder, the papers of the repository, and a page for every public module.
 
-Nothing is listed twice. What the contents pages link is the navigation, and `__all__` is the reference.
+The links of the contents pages are the navigation, and `__all__` of the modules is the reference.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ root_doc = "index"
 html_theme = "furo"
 html_title = f"Dovetail {release}"
 html_copy_source = False
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 smartquotes = False
 
 # The anchors of GitHub, so that a link works in both places.
@@ -64,16 +66,16 @@ copybutton_exclude = ".linenos, .gp, .go"
 
 # ------------------------------------------------------------------ navigation
 
-# Pages that list others. Each says in its links what is below it, and in which order.
+# Pages that list other pages. The links of each are its part of the navigation, in the same order.
 CONTENTS = ("index", "algorithms", "migration/index", "api/index")
-# What lies beside this folder and is read on the site as well.
+# Files outside of this folder that are pages of the site as well.
 PAPERS = ("README.md", "CONTRIBUTING.md", "AGENTS.md", "SECURITY.md", "CHANGELOG.md", "benchmarks/RESULTS.md")
 
 LINK = re.compile(r"\]\((?P<path>[^)\s:#]+)(?P<anchor>#[^)\s]*)?\)")
 
 
 def read_source(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Point links out of the folder at the site's own pages, and give a contents page its hidden toctrees."""
+    """Replace links out of the folder by links to pages of the site, and add hidden toctrees to a contents page."""
     folder = (DOCS / docname).parent
     text = rebased(source[0], folder, folder)
     if docname in CONTENTS:
@@ -82,7 +84,7 @@ def read_source(app: Sphinx, docname: str, source: list[str]) -> None:
 
 
 def toctrees(text: str) -> Iterator[str]:
-    """A toctree of every cell that is nothing but a link, for each section, with its heading as the caption."""
+    """Yield one toctree per section, of the table cells that contain only a link; its caption is the heading."""
     for section in re.split(r"^(?=##)", text, flags=re.MULTILINE):
         rows = re.findall(r"\| \[([^\]]+)\]\(([^)\s:#]+)\.(?:md|markdown|rst)\) \|", section)
         if rows:
@@ -93,7 +95,7 @@ def toctrees(text: str) -> Iterator[str]:
 
 
 def rebased(text: str, old: Path, new: Path) -> str:
-    """The text with its relative links, as if it lay in another folder, and those to papers and modules led here."""
+    """Return the text with its relative links for another folder; links to papers and modules lead to their pages."""
 
     def moved(match: re.Match[str]) -> str:
         goal = (old / match["path"]).resolve()
@@ -109,7 +111,7 @@ def rebased(text: str, old: Path, new: Path) -> str:
 
 
 def narrow_navigation(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: object) -> None:
-    """Let the theme make its navigation of titles: for every page it copies all that it finds, and drops the rest."""
+    """Give the theme only the titles of pages: it copies the whole contents for every page, which is slow."""
     whole = context["toctree"]
 
     def titles(**options: Any) -> str:
@@ -125,7 +127,7 @@ def narrow_navigation(app: Sphinx, page: str, template: str, context: dict[str, 
 
 @cache
 def narrow_contents(env: BuildEnvironment) -> dict[str, nodes.bullet_list]:
-    """The contents of every page without its headings and names: its title, and the toctrees below it."""
+    """Return the title of every page and the toctrees below it, without headings and names."""
     narrow = {}
     for page, contents in env.tocs.items():
         narrow[page] = title = contents.deepcopy()
@@ -140,7 +142,7 @@ def narrow_contents(env: BuildEnvironment) -> dict[str, nodes.bullet_list]:
 
 
 def write_pages(app: Sphinx) -> None:
-    """Write what is not a page of this folder: the papers, and the reference of every public module."""
+    """Write the generated pages: the papers, and the reference of every public module."""
     for paper in map(ROOT.joinpath, PAPERS):
         text = rebased(paper.read_text(encoding="utf-8"), paper.parent, DOCS / "project")
         write(DOCS / "project" / f"{paper.stem.lower()}.markdown", text)
@@ -154,27 +156,27 @@ def write_pages(app: Sphinx) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file, unless it says the same already: what is new is read again."""
+    """Write a file unless its content is the same: Sphinx reads every new file again."""
     path.parent.mkdir(exist_ok=True)
     if not path.exists() or path.read_text(encoding="utf-8") != text:
         path.write_text(text, encoding="utf-8")
 
 
 def public_modules() -> list[str]:
-    """The modules that the page of the reference links."""
+    """Return the names of the modules that the page of the reference links to."""
     text = (DOCS / "api" / "index.md").read_text(encoding="utf-8")
     return [module_name(Path(path)) for path in re.findall(r"\]\(([^)\s]+\.py)\)", text)]
 
 
 def module_name(path: Path) -> str:
-    """The name of a module, of its file below `src`."""
+    """Return the name of a module from the path of its file below `src`."""
     parts = path.with_suffix("").parts
     parts = parts[len(parts) - parts[::-1].index("src") :]
     return ".".join(parts).removesuffix(".__init__")
 
 
 def reference(module: ModuleType, modules: dict[str, ModuleType]) -> Iterator[str]:
-    """The page of a module: what it says of itself, a table of its names, and those that belong to it in full."""
+    """Yield the page of a module: its docstring, a table of its names, and the full text of the names it defines."""
     name = module.__name__
     names = [each for each in module.__all__ if not isinstance(getattr(module, each), ModuleType)]
     yield from (name, "=" * len(name), "", f".. automodule:: {name}", "")
@@ -196,12 +198,12 @@ def reference(module: ModuleType, modules: dict[str, ModuleType]) -> Iterator[st
 
 
 def has_address(thing: object) -> bool:
-    """Whether a thing prints as where it lies in memory, which tells a reader nothing."""
+    """Return whether an object prints its address in memory, which is useless for a reader."""
     return repr(thing).startswith("<")
 
 
 def note_second_names(app: Sphinx, env: BuildEnvironment) -> None:
-    """Let a name that several modules export lead to its one place, whichever of them it is asked of."""
+    """Link every name that several modules export to the one place that describes it."""
     objects = env.domains.python_domain.objects
     modules = {name: importlib.import_module(name) for name in public_modules()}
     for owner, module in modules.items():
@@ -213,14 +215,14 @@ def note_second_names(app: Sphinx, env: BuildEnvironment) -> None:
 
 
 def home_of(thing: object, name: str, modules: dict[str, ModuleType]) -> str:
-    """The public module that is nearest to where a thing is written, of those that have it."""
+    """Return the public module that exports an object and is nearest to the module that defines it."""
     written = getattr(thing, "__module__", None) or ""
     owners = [each for each, module in modules.items() if name in module.__all__ and getattr(module, name) is thing]
     return max(owners, key=lambda owner: (f"{written}.".startswith(f"{owner}."), len(owner)))
 
 
 def members(kind: type, modules: dict[str, ModuleType]) -> list[str]:
-    """What a class documents itself, and what it has from bases that are described nowhere else."""
+    """Return the documented members of a class, including members of bases that no page describes."""
     public = {id(getattr(module, name)) for module in modules.values() for name in module.__all__}
     elsewhere = {ancestor for base in kind.__mro__[1:] if id(base) in public for ancestor in base.__mro__}
     found: dict[str, None] = {}
@@ -236,19 +238,19 @@ def members(kind: type, modules: dict[str, ModuleType]) -> list[str]:
 
 
 def is_described(member: object) -> bool:
-    """Whether a method or a property has a docstring of its own; any other value has that of its class."""
+    """Return whether a method or a property has a docstring; the docstring of any other value is its class's."""
     return bool(member.__doc__) and (inspect.isroutine(member) or inspect.isdatadescriptor(member))
 
 
 def is_forwarded(member: object) -> bool:
-    """Whether a property only passes on what another object has, and says nothing itself."""
+    """Return whether a property only forwards an attribute of another object."""
     return isinstance(member, property) and not inspect.isfunction(member.fget)
 
 
 def read_docstring(app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
-    """Spell literals and code as reStructuredText does: two backticks for one, and two colons before code."""
+    """Convert literals and code to reStructuredText: two backticks for one, and two colons before code."""
     text = "\n".join(lines)
-    # A value that nobody describes has the docstring of its type.
+    # A value without a description has the docstring of its type.
     if what == "data" and text.strip() == (inspect.getdoc(thing) or "").strip():
         text = f"An instance of `{type(thing).__qualname__}`." if has_address(thing) else ""
     text = re.sub(r"(?<!`)`([^`]+)`(?!`)", r"``\1``", text)
@@ -257,11 +259,11 @@ def read_docstring(app: Sphinx, what: str, name: str, thing: object, options: ob
 
 
 def setup(app: Sphinx) -> None:
-    """Hang the functions on what Sphinx says."""
+    """Connect the functions to the events of Sphinx."""
     app.connect("builder-inited", write_pages)
     app.connect("source-read", read_source)
-    # Before napoleon reads it: a colon inside a literal is no separator to it.
+    # Before napoleon: it takes a colon inside of a literal as a separator.
     app.connect("autodoc-process-docstring", read_docstring, priority=400)
-    # Before the theme asks for it.
+    # Before the theme requests the navigation.
     app.connect("html-page-context", narrow_navigation, priority=400)
     app.connect("env-updated", note_second_names)
