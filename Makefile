@@ -22,9 +22,13 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	@$(PIP) -e '.[demo]'
 	@touch $@
 
+# litdata, timm and streaming ask for torchvision, whose wheel fits only torch's CUDA build: transformers and torchmetrics
+# then fail to import. So it has a folder of its own, which only tests/vision.py puts on the path.
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	@echo "installing dovetail[dev] ..."
 	@$(PIP) -e '.[dev]'
+	@$(PIP) --no-deps litdata
+	@$(PIP) --no-deps --upgrade --target $(VENV)/vision torchvision timm mosaicml-streaming python-snappy cramjam zstd catalogue
 	@touch $@ $(VENV)/.demo
 
 $(VENV)/.bench: $(VENV)/.dev
@@ -52,7 +56,17 @@ unit: $(VENV)/.dev
 
 check: lint types imports unit ## the fast part: ruff, mypy, import contracts, unit tests
 
-test: lint types imports       ## everything: check, slow and integration tests, doctests, examples
+# Tests of reports and of the site need a browser. Root on Debian gets one; elsewhere, or without a network, these tests
+# are skipped, which the last line of the tests repeats.
+BROWSER := command -v chromium || command -v chromium-browser || command -v google-chrome
+APT     := DEBIAN_FRONTEND=noninteractive apt-get -qq -o Acquire::Retries=0 -o Acquire::http::Timeout=20
+
+$(VENV)/.browser: | $(VENV)/.dev
+	@{ $(BROWSER) || { test "$$(id -u)" = 0 && command -v apt-get && echo "installing chromium ..." >&2 \
+	    && $(APT) update && $(APT) install -y --no-install-recommends chromium; }; } >/dev/null || true
+	@if { $(BROWSER); } >/dev/null; then touch $@; else echo "browser tests are skipped: chromium is not installed"; fi
+
+test: lint types imports $(VENV)/.browser ## everything: check, slow and integration tests, doctests, examples
 	$(BIN)/python -m pytest -n 3 tests
 
 # Only packages whose tests take a few minutes; the list is also `include` in pyproject.toml, which has the floor.

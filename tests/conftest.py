@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# Tests that share what takes long to make, and so belong into one test process: how their ids begin, and its name.
+# Tests that share an expensive fixture and therefore run in one test process: prefix of their ids, and process name.
 _TOGETHER = {
     "tests/trainers/test_whole_step.py": "graphs",
     "tests/trainers/capabilities/test_compiled.py": "graphs",
@@ -72,7 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what only `make torture` runs, and begin with what takes long, so that no test process ends alone."""
+    """Skip tests that only `make torture` runs, and start with the slow ones, so that no test process ends alone."""
     if os.environ.get("DOVETAIL_TORTURE") != "1":
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("torture")])
         items[:] = [item for item in items if not item.get_closest_marker("torture")]
@@ -95,3 +95,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     config.option.loadscopereorder = False
     return Scheduling(config, log)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
+    """Repeat in the last line that tests in a browser were skipped, because the summary above it is long."""
+    yield
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    # Test processes of pytest-xdist have no reporter.
+    if reporter is not None and any("chromium" in str(it.longrepr) for it in reporter.stats.get("skipped", [])):
+        reporter.write_line("browser tests are skipped: chromium is not installed", red=True, bold=True)

@@ -59,11 +59,11 @@ def section(heading: str) -> re.Match[str]:
 
 
 @pytest.mark.parametrize("heading", PARTS)
-def test_the_page_has_what_the_code_says(heading: str) -> None:
+def test_the_architecture_page_contains_the_generated_code_map(heading: str) -> None:
     assert section(heading)[1] == PARTS[heading](), "python tests/test_code_map.py writes it"
 
 
-def test_every_module_has_a_first_line() -> None:
+def test_every_module_has_a_first_docstring_line() -> None:
     assert [path for path in SOURCE.rglob("*.py") if not first_line(path)] == []
 
 

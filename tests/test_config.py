@@ -89,7 +89,7 @@ def test_a_scalar_is_read_as_yaml_1_2_reads_it(text: str, value: object) -> None
     assert (in_file, type(in_file)) == (alone, type(alone)) == (value, type(value))
 
 
-def test_not_a_number_is_a_number() -> None:
+def test_nan_is_read_as_a_number() -> None:
     assert math.isnan(parse_scalar(".nan"))
 
 
@@ -99,7 +99,7 @@ def test_every_float_is_read_as_python_writes_it(number: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["a: b", "[1, 2]", "[1", "*x", "- 1", "a\n---\nb"])
-def test_what_is_not_one_value_is_refused(text: str) -> None:
+def test_a_file_that_is_not_one_value_is_rejected(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^expected one value such as 1e-3, true or relu, got "):
         parse_scalar(text)
 
@@ -122,7 +122,7 @@ def test_a_key_is_found_at_its_line_and_column(keys: tuple[str | int, ...], plac
     assert parse_config(EXPERIMENT, "experiment.yaml").where(*keys) == f"experiment.yaml:{place}"
 
 
-def test_a_copy_keeps_its_places() -> None:
+def test_a_copy_keeps_the_source_positions() -> None:
     config = parse_config(EXPERIMENT, "experiment.yaml")
     for same in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
         assert isinstance(same, Config)
@@ -164,11 +164,11 @@ def test_the_path_is_named_as_it_was_given(tmp_path: Path, monkeypatch: pytest.M
         ("a: 1\nb: \x07", "2:4: the character '\\x07' is not allowed"),
     ],
 )
-def test_a_mistake_is_one_sentence_with_its_place(text: str, sentence: str) -> None:
+def test_a_mistake_in_a_file_raises_one_sentence_with_its_place(text: str, sentence: str) -> None:
     assert refusal(text) == f"experiment.yaml:{sentence}"
 
 
-def test_text_in_another_encoding_is_refused_with_its_place(tmp_path: Path) -> None:
+def test_text_in_another_encoding_is_rejected_with_its_place(tmp_path: Path) -> None:
     path = tmp_path / "experiment.yaml"
     path.write_bytes("ä: 1\nb: Mü".encode() + "ü".encode("latin-1"))
     with pytest.raises(ConfigError) as caught:
@@ -176,28 +176,28 @@ def test_text_in_another_encoding_is_refused_with_its_place(tmp_path: Path) -> N
     assert str(caught.value) == f"{path}:2:6: expected text in UTF-8, got another encoding"
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_key() -> None:
+def test_a_byte_order_mark_is_not_part_of_the_first_key() -> None:
     assert read("\ufeffa: 1") == {"a": 1}
 
 
-def test_a_file_beyond_reason_is_not_read(tmp_path: Path) -> None:
+def test_a_file_that_is_too_large_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "experiment.yaml"
     path.write_bytes(b"#" * (1 << 18) + b"\na: 1")
     with pytest.raises(ConfigError, match="expected a file of at most 262144 bytes, got more"):
         load_config(path)
 
 
-def test_a_missing_file_is_an_error_of_the_file_system(tmp_path: Path) -> None:
+def test_a_missing_file_raises_an_os_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"absent\.yaml"):
         load_config(tmp_path / "absent.yaml")
 
 
-def test_aliases_that_multiply_are_refused() -> None:
+def test_exponential_aliases_are_rejected() -> None:
     lines = ["a0: &a0 [x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))]
     assert refusal("\n".join(lines)).endswith("expected at most 10,000 keys and values, counting aliases, got more")
 
 
-def test_a_file_of_many_keys_is_refused_where_it_has_too_many() -> None:
+def test_a_file_with_too_many_keys_is_rejected_at_the_first_excess_key() -> None:
     text = "".join(f"key{number}: 1\n" for number in range(49_000))
     assert (
         refusal(text) == "experiment.yaml:5000:10: expected at most 10,000 keys and values, counting aliases, got more"
@@ -213,17 +213,17 @@ def test_a_file_of_many_keys_is_refused_where_it_has_too_many() -> None:
         "\n".join(["a0: &a0 [x]", *(f"a{n}: &a{n} [*a{n - 1}]" for n in range(1, 200))]),
     ],
 )
-def test_nesting_beyond_reason_is_refused(text: str) -> None:
+def test_nesting_that_is_too_deep_is_rejected(text: str) -> None:
     assert refusal(text).endswith("expected at most 64 levels, got more")
 
 
-def test_an_alias_is_a_value_of_its_own() -> None:
+def test_an_alias_is_an_independent_copy() -> None:
     config = read("base: &base {layers: [1]}\ncopy: *base")
     config["copy"]["layers"].append(2)
     assert config == {"base": {"layers": [1]}, "copy": {"layers": [1, 2]}}
 
 
-def test_a_merge_fills_in_what_a_mapping_does_not_say() -> None:
+def test_a_merge_key_fills_in_missing_keys() -> None:
     text = "one: &one {a: 1, b: 1}\ntwo: {<<: [*one, {b: 2, c: 2}], a: 0}\nthree: {<<: *one}\nfour: {<<: []}\n'<<': 5"
     config = parse_config(text, "experiment.yaml")
     assert config["two"] == {"a": 0, "b": 1, "c": 2}
@@ -242,14 +242,14 @@ SCALARS = st.none() | st.booleans() | st.integers(-(2**64), 2**64) | st.floats(a
         max_leaves=10,
     )
 )
-def test_json_is_read_as_what_it_says(value: Any) -> None:
+def test_json_files_are_read(value: Any) -> None:
     assert read(json.dumps({"key": value}, ensure_ascii=False)) == {"key": value}
 
 
 # Hyperparameters
 
 
-def test_constants_are_their_values() -> None:
+def test_constant_hyperparameters_are_their_values() -> None:
     config = {
         "hyperparameters": {
             "lr": 0.1,
@@ -273,14 +273,14 @@ def test_a_configuration_without_hyperparameters_has_none(config: dict[str, Any]
     assert hyperparameters(config) == {}
 
 
-def test_changing_a_hyperparameter_leaves_the_configuration_as_it_was() -> None:
+def test_changing_a_hyperparameter_does_not_change_the_configuration() -> None:
     config = {"hyperparameters": {"layers": [1]}}
     hyperparameters(config)["layers"].append(2)
     assert config == {"hyperparameters": {"layers": [1]}}
 
 
 @pytest.mark.parametrize("kind", ["int", "double", "log", "categorical"])
-def test_what_a_search_chooses_is_no_constant(kind: str) -> None:
+def test_a_searched_hyperparameter_is_not_a_constant(kind: str) -> None:
     config = parse_config(f"hyperparameters:\n  net:\n    lr: {{type: {kind}}}", "experiment.yaml")
     with pytest.raises(ConfigError) as caught:
         hyperparameters(config)
@@ -330,7 +330,7 @@ def test_a_malformed_hyperparameter_is_named(section: object, sentence: str) -> 
         (None, None),
     ],
 )
-def test_the_length_of_a_trial_is_that_of_its_searcher(searcher: object, length: TrainUnit | None) -> None:
+def test_the_length_of_a_trial_is_read_from_its_searcher(searcher: object, length: TrainUnit | None) -> None:
     assert trial_length({"searcher": searcher}) == length
 
 
@@ -349,7 +349,7 @@ def test_configurations_are_read_without_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_file_includes_others_of_its_folder(tmp_path: Path) -> None:
+def test_a_file_can_include_others_of_its_folder(tmp_path: Path) -> None:
     (tmp_path / "parts").mkdir()
     (tmp_path / "parts" / "a.yml").write_text("x: 1\ny: !include b.yml\n", encoding="utf-8")
     (tmp_path / "parts" / "b.yml").write_text("- 2\n", encoding="utf-8")
@@ -376,7 +376,7 @@ def test_a_file_includes_others_of_its_folder(tmp_path: Path) -> None:
         ("main.yml", "'main.yml' includes itself"),
     ],
 )
-def test_nothing_outside_of_the_folder_is_included(tmp_path: Path, wanted: str, sentence: str) -> None:
+def test_a_path_outside_the_folder_cannot_be_included(tmp_path: Path, wanted: str, sentence: str) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     (tmp_path / "other.yml").write_text("x: 1\n", encoding="utf-8")
@@ -388,7 +388,7 @@ def test_nothing_outside_of_the_folder_is_included(tmp_path: Path, wanted: str, 
     assert str(caught.value) == f"{folder / 'main.yml'}:2:4: !include: {sentence}"
 
 
-def test_included_files_count_in_every_bound(tmp_path: Path) -> None:
+def test_included_files_count_toward_every_limit(tmp_path: Path) -> None:
     for number in range(12):
         (tmp_path / f"{number}.yml").write_text(f"!include {number + 1}.yml\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"8\.yml:1:1: !include: expected at most 8 files that include each other"):
@@ -403,7 +403,7 @@ def test_included_files_count_in_every_bound(tmp_path: Path) -> None:
         load_config(tmp_path / "outer.yml", includes=True)
 
 
-def test_users_of_plato_learn_where_settings_are() -> None:
+def test_a_plato_path_raises_with_our_location() -> None:
     with pytest.raises(ConfigError, match=r"^Config\(\): settings are no global object here; write config\['epochs'\]"):
         Config().trainer.epochs  # noqa: B018
     with pytest.raises(AttributeError, match=r"^Config has no attribute 'trainer': settings are no global object"):

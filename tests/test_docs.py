@@ -1,7 +1,8 @@
-"""The documentation is true: its code runs, its links lead somewhere, its tables are those of the code."""
+"""The documentation is true: its code runs, its links exist, and its tables equal the code."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import inspect
@@ -86,7 +87,7 @@ CHAINS = chains()
 
 @pytest.mark.usefixtures("forking")
 @pytest.mark.parametrize("chain", CHAINS, ids=[chain[0].place for chain in CHAINS])
-def test_code_runs_as_it_stands(chain: list[Block], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_blocks_of_the_docs_run(chain: list[Block], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(FRESH_SEED)
     namespace: dict[str, Any] = {"__name__": "__main__"}
@@ -99,7 +100,7 @@ def test_code_runs_as_it_stands(chain: list[Block], tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_every_block_is_found_and_its_marker_known(page: Path) -> None:
+def test_every_code_block_is_found_and_its_marker_known(page: Path) -> None:
     blocks = list(blocks_of(page))
     assert len(blocks) == page.read_text(encoding="utf-8").count("```python")
     markers = [block.marker for block in blocks if block.marker]
@@ -110,7 +111,7 @@ def test_every_block_is_found_and_its_marker_known(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", EVERYTHING, ids=name_of)
-def test_relative_links_lead_somewhere(page: Path) -> None:
+def test_relative_links_of_the_docs_exist(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", without_code(page)):
         if re.match(r"[a-z]+:", target):
             continue
@@ -121,17 +122,17 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors_of(goal), f"{name_of(page)}: {target}"
 
 
-# Pages that list others, a page per row. The navigation of the site is made of them.
+# Pages that list others, a page per row. The navigation of the site is built from them.
 CONTENTS = [ROOT / "docs" / name for name in ("index.md", "algorithms.md", "migration/index.md")]
 
 
 @pytest.mark.parametrize("page", EVERYTHING, ids=name_of)
-def test_paths_of_the_project_exist(page: Path) -> None:
+def test_project_paths_in_the_docs_exist(page: Path) -> None:
     named = re.findall(r"`((?:src|tests|benchmarks|examples)/[\w./-]+)`", page.read_text(encoding="utf-8"))
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
-def test_the_contents_have_one_row_for_every_page_of_the_guide() -> None:
+def test_the_contents_page_has_one_row_per_guide_page() -> None:
     rows = [
         (contents.parent / target).resolve()
         for contents in CONTENTS
@@ -147,7 +148,7 @@ def is_ours(kind: Any) -> bool:
 
 def test_every_algorithm_has_a_row_and_a_page() -> None:
     rows = [row for row in table_rows("algorithms.md") if row[1].startswith("[`")]
-    # A how-to registers one of its own.
+    # A how-to registers another one.
     known = {name: kind.__name__ for name in algorithms.names() if is_ours(kind := algorithms.get(name))}
     assert {row[0].strip("`"): re.findall(r"`(\w+)`", row[1])[0] for row in rows} == known
     linked = {re.findall(r"\(algorithms/(\w+\.md)\)", row[1])[0] for row in rows}
@@ -155,14 +156,14 @@ def test_every_algorithm_has_a_row_and_a_page() -> None:
 
 
 @pytest.mark.parametrize("page", EVERYTHING, ids=name_of)
-def test_commands_exist(page: Path) -> None:
+def test_commands_in_the_docs_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     assert set(re.findall(r"(?:`|^)make ([a-z]+)", text, re.MULTILINE)) <= set(targets)
     assert set(re.findall(r"dovetail checkpoint ([a-z]+)", text)) <= set(get_group(checkpoint_commands.app).commands)
 
 
-def test_the_notes_for_agents_have_every_target_that_make_lists() -> None:
+def test_the_agents_notes_list_every_make_target() -> None:
     listed = re.findall(r"^([a-z]+):.*##", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     named = re.findall(r"^\| `make ([a-z]+)` \|", (ROOT / "AGENTS.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert {*named, "help"} == set(listed)
@@ -224,6 +225,35 @@ def test_every_file_has_the_same_version() -> None:
     assert found == {name: [dovetail.__version__] for name in places}
 
 
+def test_every_heading_of_the_faq_is_part_of_the_message_that_its_block_raises() -> None:
+    text = (ROOT / "docs" / "faq.md").read_text(encoding="utf-8")
+    wrong = []
+    for section in re.split(r"^### ", text, flags=re.MULTILINE)[1:]:
+        heading, _, rest = section.partition("\n")
+        code = "".join(re.findall(r"^```python\n(.*?)^```$", rest, re.DOTALL | re.MULTILINE))
+        calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+        messages = [ast.literal_eval(call.args[0]) for call in calls if ast.unparse(call.func) == "says"]
+        # An ellipsis stands for any text.
+        pattern = ".*".join(re.escape(part.strip()) for part in heading.split("…"))
+        if not messages or not all(re.search(pattern, message) for message in messages):
+            wrong.append(heading)
+    assert wrong == []
+
+
+def test_the_page_of_the_examples_has_every_program() -> None:
+    page = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
+    programs = [path for path in (ROOT / "examples").iterdir() if not path.name.startswith(("_", "."))]
+    assert sorted(set(re.findall(r"\(\.\./examples/([\w.]+)[/)]", page))) == sorted(path.name for path in programs)
+
+
+def test_the_page_of_the_installation_has_every_extra() -> None:
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    section = project.partition("[project.optional-dependencies]\n")[2].partition("\n[")[0]
+    rows = [row[0] for row in table_rows("install.md") if row[0].startswith("`")]
+    listed = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(listed) == sorted(re.findall(r"^(\w+) = \[", section, re.MULTILINE))
+
+
 # ------------------------------------------------------------------ names
 
 MODULES = [
@@ -269,13 +299,23 @@ MODULES = [
 ]
 
 
-def test_the_reference_has_every_module_that_the_guide_must_name() -> None:
+def test_the_api_reference_has_every_module_of_the_guide() -> None:
     page = ROOT / "docs" / "api" / "index.md"
     rows = dict(re.findall(r"^\| \[`([\w.]+)`\]\(([^)]+)\)", page.read_text(encoding="utf-8"), re.MULTILINE))
     assert set(MODULES) - set(rows) == set()
     assert {name: (page.parent / target).resolve() for name, target in rows.items()} == {
         name: Path(inspect.getfile(importlib.import_module(name))) for name in rows
     }
+
+
+def test_the_main_names_of_the_reference_are_public() -> None:
+    unknown = {}
+    for row in table_rows("api/index.md"):
+        modules, names = re.findall(r"`(dovetail[\w.]*)`", row[0]), re.findall(r"`(\w+)`", row[-1])
+        if modules and (wrong := set(names) - set(importlib.import_module(modules[0]).__all__)):
+            unknown[modules[0]] = wrong
+        assert not modules or names, row
+    assert unknown == {}
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -285,7 +325,7 @@ def test_every_public_name_is_documented(module: str) -> None:
     assert names - words == set()
 
 
-def test_the_architecture_names_every_verb() -> None:
+def test_the_architecture_page_names_every_verb() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     assert {verb for verb in base.Trainer.__abstractmethods__ if f"`{verb}" not in text} == set()
 
@@ -293,7 +333,7 @@ def test_the_architecture_names_every_verb() -> None:
 # ------------------------------------------------------------------ tables
 
 
-def test_the_settings_of_a_federation_are_those_of_its_configuration() -> None:
+def test_the_documented_federation_settings_equal_the_configuration() -> None:
     documented = [(row[0], row[1]) for row in table_rows("federated.md") if len(row) == 3 and row[0] != "key"]
     known = []
     for section in dataclasses.fields(FederatedConfig):
@@ -310,14 +350,14 @@ def yaml_text(value: object) -> str:
     return f"`{', '.join(value) if isinstance(value, tuple) else value}`"
 
 
-def test_the_options_are_those_of_the_trainer() -> None:
+def test_the_documented_options_equal_those_of_the_trainer() -> None:
     documented = [(row[0], row[1]) for row in table_rows("options.md") if row[0].startswith("`")]
     parameters = list(inspect.signature(SingleProcessTrainer.__init__).parameters.values())[1:-1]
     known: list[Any] = [*parameters, *dataclasses.fields(TrainerOptions)]
     assert documented == [(f"`{each.name}`", f"`{shown(each.default)}`") for each in known]
 
 
-def test_the_callbacks_have_the_arguments_of_the_table() -> None:
+def test_the_documented_callback_arguments_equal_the_code() -> None:
     documented = {row[0].strip("`") for row in table_rows("callbacks.md") if re.match(r"`[A-Z]\w*\(", row[0])}
     known = {
         f"{name}({arguments(kind)})"
@@ -328,7 +368,7 @@ def test_the_callbacks_have_the_arguments_of_the_table() -> None:
     assert documented == known
 
 
-def test_the_hooks_are_those_of_a_callback() -> None:
+def test_the_documented_hooks_equal_those_of_a_callback() -> None:
     documented = [row[0].strip("`") for row in table_rows("callbacks.md") if row[0].startswith("`on_")]
     hooks = {name: hook for name, hook in vars(callbacks.Callback).items() if name.startswith("on_")}
     assert documented == [
@@ -336,7 +376,7 @@ def test_the_hooks_are_those_of_a_callback() -> None:
     ]
 
 
-def test_the_schedules_have_the_arguments_of_the_table() -> None:
+def test_the_documented_schedule_arguments_equal_the_code() -> None:
     documented = {row[0].strip("`") for row in table_rows("schedules.md") if "(" in row[0]}
     kinds = [getattr(schedules, name) for name in schedules.__all__ if name != "SchedulerBase"]
     concrete = {
@@ -367,7 +407,7 @@ ABSTRACT = (
 TIMING = ("interval", "frequency")
 
 
-def test_the_strategies_have_the_arguments_of_the_tables() -> None:
+def test_the_documented_strategy_arguments_equal_the_code() -> None:
     documented = [row[0].strip("`") for row in table_rows("strategies.md") if re.match(r"`[A-Z]\w*\(", row[0])]
     kinds = [getattr(strategies, name) for name in strategies.__all__]
     concrete = [
@@ -381,7 +421,7 @@ def test_the_strategies_have_the_arguments_of_the_tables() -> None:
     assert sorted(documented) == sorted(known)
 
 
-def test_the_kinds_of_strategy_have_the_methods_of_the_tables() -> None:
+def test_the_documented_strategy_methods_equal_the_code() -> None:
     cells = [cell.strip("`") for row in table_rows("strategies.md") for cell in row[:2]]
     documented = [cell for cell in cells if re.match(r"[a-z_]+\(", cell)]
     kinds = [
@@ -402,7 +442,7 @@ def test_the_kinds_of_strategy_have_the_methods_of_the_tables() -> None:
     ]
 
 
-def test_the_shared_state_has_the_keys_of_the_table() -> None:
+def test_the_documented_context_state_keys_equal_the_code() -> None:
     documented = {row[0].strip('`"') for row in table_rows("strategies.md") if row[0].startswith('`"')}
     trainer = ComposableTrainer(
         torch.nn.Linear(2, 2), data_loader_strategy="DynamicBatchSizeDataLoaderStrategy", verbose=False

@@ -19,7 +19,7 @@ MODULES = sorted(
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_examples_give_what_they_say(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_docstring_examples_give_their_output(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
     assert found.attempted > 0
     assert found.failed == 0, capsys.readouterr().out

@@ -35,7 +35,7 @@ def small_run() -> History:
 
 
 @pytest.mark.parametrize("kind", [RunHistory, History])
-def test_metrics_keep_every_value_in_order(kind: type[RunHistory]) -> None:
+def test_the_history_keeps_every_metric_value_in_order(kind: type[RunHistory]) -> None:
     history = kind()
     history.update_metric("loss", 2)
     history.update_metric("loss", torch.tensor(1.5, requires_grad=True))
@@ -50,7 +50,7 @@ def test_an_unknown_metric_has_no_values(kind: type[RunHistory]) -> None:
 
 
 @pytest.mark.parametrize("kind", [RunHistory, History])
-def test_the_latest_value_of_an_unknown_metric_names_the_nearest(kind: type[RunHistory]) -> None:
+def test_the_latest_value_of_an_unknown_metric_suggests_the_nearest(kind: type[RunHistory]) -> None:
     history = kind()
     history.update_metric("train_loss", 1.0)
     with pytest.raises(ValueError, match="unknown metric 'trainloss': did you mean 'train_loss'"):
@@ -58,20 +58,20 @@ def test_the_latest_value_of_an_unknown_metric_names_the_nearest(kind: type[RunH
 
 
 @pytest.mark.parametrize("kind", [RunHistory, History])
-def test_the_latest_value_before_any_record_says_so(kind: type[RunHistory]) -> None:
+def test_the_latest_value_of_an_empty_history_raises_an_error(kind: type[RunHistory]) -> None:
     with pytest.raises(ValueError, match="'loss' has no value: nothing has been recorded yet"):
         kind().get_latest_metric("loss")
 
 
 @pytest.mark.parametrize("kind", [RunHistory, History])
-def test_reset_forgets_everything(kind: type[RunHistory]) -> None:
+def test_reset_clears_the_history(kind: type[RunHistory]) -> None:
     history = kind()
     history.update_metric("loss", 1.0)
     history.reset()
     assert history.get_metric_names() == set()
 
 
-def test_values_handed_out_are_copies() -> None:
+def test_returned_values_are_copies() -> None:
     history = RunHistory()
     history.update_metric("loss", 1.0)
     history.get_metric_values("loss").clear()
@@ -131,7 +131,7 @@ def test_the_tracker_keeps_no_graph() -> None:
     assert alive() is None
 
 
-def test_a_loss_that_is_overwritten_in_place_stays_as_it_was() -> None:
+def test_a_loss_overwritten_in_place_keeps_its_recorded_value() -> None:
     tracker = LossTracker()
     loss = torch.tensor(1.0, dtype=torch.float64)
     tracker.update(loss)
@@ -155,7 +155,7 @@ def test_losses_of_inference_mode_mix_with_others() -> None:
     assert tracker.average == 1.5
 
 
-def test_a_reset_tracker_is_as_new() -> None:
+def test_a_reset_tracker_equals_a_new_one() -> None:
     tracker = LossTracker()
     tracker.update(torch.tensor(3.0), 2)
     tracker.reset()
@@ -172,7 +172,7 @@ def test_a_row_holds_stage_position_and_metrics() -> None:
     assert history.rows == [{"stage": "train", "epoch": 1, "batches": 10, "updates": 5, "loss": 0.5, "correct": 3.0}]
 
 
-def test_metric_names_carry_the_stage_and_positions_are_no_metrics() -> None:
+def test_metric_names_have_the_stage_and_positions_are_not_metrics() -> None:
     assert small_run().get_metric_names() == {"train_loss", "valid_loss", "valid_accuracy"}
 
 
@@ -182,14 +182,14 @@ def test_metric_values_are_views_of_the_rows() -> None:
     assert history.get_latest_metric("valid_loss") == 0.7
 
 
-def test_a_custom_metric_goes_by_its_bare_name() -> None:
+def test_a_custom_metric_has_its_bare_name() -> None:
     history = small_run()
     history.update_metric("fid", 12)
     assert history.rows[-1] == {"stage": "custom", "fid": 12.0}
     assert history.get_latest_metric("fid") == 12.0
 
 
-def test_a_metric_may_not_hide_a_position() -> None:
+def test_a_metric_may_not_have_the_name_of_a_position() -> None:
     with pytest.raises(ConfigError, match="metric 'epoch' of stage 'train' has the same name as a position"):
         History().record("train", {"epoch": 1.0}, epoch=1)
 
@@ -200,12 +200,12 @@ def test_the_stage_of_the_batch_losses_is_reserved() -> None:
 
 
 @pytest.mark.parametrize("value", ["0.5", None])
-def test_a_metric_that_is_no_number_is_named(value: Any) -> None:
+def test_a_metric_that_is_not_a_number_is_named(value: Any) -> None:
     with pytest.raises(ConfigError, match=f"metric 'loss': expected a number or a tensor with one, got {value!r}"):
         History().record("train", {"loss": value})
 
 
-def test_a_position_is_a_whole_number() -> None:
+def test_a_position_must_be_an_integer() -> None:
     with pytest.raises(TypeError):
         History().record("train", {"loss": 1.0}, epoch=0.5)  # type: ignore[arg-type]
 
@@ -216,13 +216,13 @@ def test_best_finds_the_row_of_the_smallest_or_largest_value() -> None:
     assert history.best("valid_accuracy", mode="max") is history.rows[3]
 
 
-def test_best_goes_by_the_name_of_the_metric() -> None:
+def test_best_derives_the_mode_from_the_metric_name() -> None:
     history = small_run()
     assert history.best("valid_loss") is history.best("valid_loss", "min")
     assert history.best("valid_accuracy") is history.best("valid_accuracy", "max")
 
 
-def test_best_asks_for_a_mode_where_the_name_says_none() -> None:
+def test_best_requires_a_mode_for_an_ambiguous_name() -> None:
     history = History()
     history.record("valid", {"height": 2.0}, epoch=1)
     assert history.best("valid_height", "max") is history.rows[0]
@@ -230,7 +230,7 @@ def test_best_asks_for_a_mode_where_the_name_says_none() -> None:
         history.best("valid_height")
 
 
-def test_best_is_the_earliest_of_equals_and_never_nan() -> None:
+def test_best_is_the_earliest_of_equal_values_and_never_nan() -> None:
     history = History()
     for loss in (math.nan, 2.0, 1.0, 1.0):
         history.record("valid", {"loss": loss})
@@ -242,7 +242,7 @@ def test_best_of_a_metric_without_values_is_none() -> None:
     assert small_run().best("test_loss") is None
 
 
-def test_best_refuses_an_unknown_mode() -> None:
+def test_best_rejects_an_unknown_mode() -> None:
     with pytest.raises(ConfigError, match="expected 'min', 'max' or None, got 'maximum'"):
         small_run().best("valid_loss", "maximum")  # type: ignore[arg-type]
 
@@ -253,7 +253,7 @@ def test_last_is_the_newest_row_with_the_metric() -> None:
     assert history.last("test_loss") is None
 
 
-def test_length_and_iteration_are_those_of_the_rows() -> None:
+def test_length_and_iteration_cover_the_rows() -> None:
     history = small_run()
     assert len(history) == 6
     assert list(history) == history.rows
@@ -271,7 +271,7 @@ def test_columns_have_one_entry_per_row() -> None:
     }
 
 
-def test_the_data_frame_keeps_whole_numbers_whole() -> None:
+def test_the_data_frame_keeps_integers() -> None:
     history = small_run()
     frame = history.to_pandas()
     assert frame["updates"].dtype == "Int64"
@@ -331,7 +331,7 @@ def test_the_file_is_strict_json_lines_after_a_header(tmp_path: Path) -> None:
     ]
 
 
-def test_many_batch_losses_go_into_several_lines(tmp_path: Path) -> None:
+def test_many_batch_losses_are_written_in_several_lines(tmp_path: Path) -> None:
     history = History()
     history.extend_losses(range(2500))
     history.save(tmp_path / "h.jsonl")
@@ -339,12 +339,12 @@ def test_many_batch_losses_go_into_several_lines(tmp_path: Path) -> None:
     assert History.load(tmp_path / "h.jsonl").losses.tolist() == list(range(2500))
 
 
-def test_saving_creates_folders_and_leaves_nothing_else(tmp_path: Path) -> None:
+def test_saving_creates_folders_and_no_other_file(tmp_path: Path) -> None:
     small_run().save(tmp_path / "a" / "b" / "h.jsonl")
     assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["h.jsonl"]
 
 
-def test_a_failed_save_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+def test_a_failed_save_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "h.jsonl"
     small_run().save(path)
     before = path.read_bytes()
@@ -388,7 +388,7 @@ def test_a_restored_history_writes_the_same_bytes(tmp_path: Path) -> None:
     assert (tmp_path / "whole.jsonl").read_bytes() == (tmp_path / "resumed.jsonl").read_bytes()
 
 
-def test_a_detached_file_stays_as_it_is(tmp_path: Path) -> None:
+def test_a_detached_file_is_no_longer_written(tmp_path: Path) -> None:
     history = small_run()
     history.attach(tmp_path / "h.jsonl")
     history.detach()
@@ -396,7 +396,7 @@ def test_a_detached_file_stays_as_it_is(tmp_path: Path) -> None:
     assert History.load(tmp_path / "h.jsonl") == small_run()
 
 
-def test_an_attached_file_stays_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attached_file_keeps_its_folder_after_chdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     history = History()
     history.attach("h.jsonl")
@@ -406,7 +406,7 @@ def test_an_attached_file_stays_in_its_folder(tmp_path: Path, monkeypatch: pytes
     assert History.load(tmp_path / "h.jsonl") == history
 
 
-def test_a_last_line_cut_anywhere_is_ignored(tmp_path: Path) -> None:
+def test_a_truncated_last_line_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "h.jsonl"
     history = small_run()
     history.attach(path)
@@ -418,21 +418,21 @@ def test_a_last_line_cut_anywhere_is_ignored(tmp_path: Path) -> None:
         assert History.load(path) == small_run()
 
 
-def test_a_tail_of_zero_bytes_is_ignored(tmp_path: Path) -> None:
+def test_trailing_zero_bytes_are_ignored(tmp_path: Path) -> None:
     path = tmp_path / "h.jsonl"
     small_run().save(path)
     path.write_bytes(path.read_bytes() + bytes(512))
     assert History.load(path) == small_run()
 
 
-def test_a_whole_last_line_without_newline_counts(tmp_path: Path) -> None:
+def test_a_complete_last_line_without_newline_is_read(tmp_path: Path) -> None:
     path = tmp_path / "h.jsonl"
     small_run().save(path)
     path.write_bytes(path.read_bytes().rstrip(b"\n"))
     assert History.load(path) == small_run()
 
 
-def test_resuming_from_a_checkpoint_loses_and_doubles_no_row(tmp_path: Path) -> None:
+def test_resuming_from_a_checkpoint_neither_loses_nor_repeats_rows(tmp_path: Path) -> None:
     path = tmp_path / "h.jsonl"
     straight = small_run()
     straight.record("test", {"loss": 0.4}, epoch=3)
@@ -480,7 +480,7 @@ def test_a_row_that_did_not_fit_on_the_disk_leaves_no_trace(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda history: pickle.loads(pickle.dumps(history))])
-def test_a_copy_does_not_write_into_the_file(tmp_path: Path, make_copy: Callable[[Any], Any]) -> None:
+def test_a_copied_history_does_not_write_to_the_file(tmp_path: Path, make_copy: Callable[[Any], Any]) -> None:
     history = small_run()
     history.attach(tmp_path / "h.jsonl")
     twin = make_copy(history)
@@ -504,14 +504,14 @@ def test_killing_the_process_keeps_every_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "epoch,loss\n1,0.5\n", '{"stage": "train"}\n', "[1]\n", "\x80\n"])
-def test_a_foreign_file_is_named(tmp_path: Path, content: str) -> None:
+def test_a_foreign_history_file_is_named(tmp_path: Path, content: str) -> None:
     path = tmp_path / "h.jsonl"
     path.write_text(content)
     with pytest.raises(ConfigError, match=r"h\.jsonl, line 1: not a Dovetail history"):
         History.load(path)
 
 
-def test_a_future_format_is_named(tmp_path: Path) -> None:
+def test_a_future_history_format_is_named(tmp_path: Path) -> None:
     path = tmp_path / "h.jsonl"
     path.write_text('{"dovetail_history": 2}\n')
     with pytest.raises(ConfigError, match=r"h\.jsonl, line 1: a history of format 2, this Dovetail reads"):
@@ -529,7 +529,7 @@ def test_a_future_format_is_named(tmp_path: Path) -> None:
         ('{"stage": "batches", "losses": 1.0}', "expected the batch losses as a list of floats"),
     ],
 )
-def test_a_bad_line_is_named_by_its_number(tmp_path: Path, line: str, complaint: str) -> None:
+def test_a_damaged_line_is_named_by_its_number(tmp_path: Path, line: str, complaint: str) -> None:
     path = tmp_path / "h.jsonl"
     path.write_text(f'{{"dovetail_history": 1}}\n{{"stage": "train"}}\n{line}\n{{"stage": "train"}}\n')
     with pytest.raises(ConfigError, match=rf"h\.jsonl, line 3: {complaint}"):
@@ -544,14 +544,14 @@ def test_attaching_does_not_destroy_a_foreign_file(tmp_path: Path) -> None:
     assert path.read_text() == "the only copy\n"
 
 
-def test_attaching_to_an_empty_file_is_fine(tmp_path: Path) -> None:
+def test_attaching_to_an_empty_file_works(tmp_path: Path) -> None:
     (tmp_path / "h.jsonl").touch()
     history = small_run()
     history.attach(tmp_path / "h.jsonl")
     assert History.load(tmp_path / "h.jsonl") == history
 
 
-def test_the_module_starts_without_torch() -> None:
+def test_the_history_module_imports_without_torch() -> None:
     program = "import sys, dovetail.history; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
@@ -559,7 +559,7 @@ def test_the_module_starts_without_torch() -> None:
 # History: pictures
 
 
-def test_the_plot_is_an_image_and_leaves_pyplot_alone(tmp_path: Path) -> None:
+def test_the_plot_is_an_image_and_does_not_use_pyplot(tmp_path: Path) -> None:
     program = (
         "import sys\n"
         "from dovetail.history import History\n"
@@ -582,12 +582,12 @@ def test_the_plot_marks_the_best_validation(tmp_path: Path) -> None:
     assert "train" not in picture
 
 
-def test_the_plot_names_the_nearest_metric(tmp_path: Path) -> None:
+def test_an_unknown_metric_in_a_plot_suggests_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'valid_loss'"):
         small_run().plot(tmp_path / "curves.png", names=["val_loss"])
 
 
-def test_a_plot_without_a_path_is_a_figure_that_a_notebook_shows() -> None:
+def test_a_plot_without_a_path_returns_a_figure_for_notebooks() -> None:
     figure = small_run().plot()
     assert figure.axes[0].get_title(loc="left") == "loss"
     assert figure._repr_png_().startswith(b"\x89PNG")
@@ -598,13 +598,13 @@ def test_a_notebook_shows_the_last_rows_of_a_history() -> None:
     for epoch in range(1, 23):
         history.record("<b>", {"loss": 1 / 3}, epoch=epoch)
     shown = history._repr_html_()
-    assert shown.count("<tr>") == 21
+    assert shown.count('<tr style="text-align:right">') == 21
     assert "<td>&lt;b&gt;</td><td>22</td><td>0.3333</td>" in shown
     assert "2 earlier rows" in shown
 
 
-def test_there_is_no_plot_of_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is nothing to draw"):
+def test_plotting_an_empty_history_raises_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot draw an empty history"):
         History().plot(tmp_path / "curves.png")
 
 
@@ -624,7 +624,7 @@ class full_disk:
         signal.signal(signal.SIGXFSZ, self.handler)
 
 
-def test_a_history_is_not_written_under_the_suffix_of_a_table(tmp_path: Path) -> None:
+def test_a_history_is_not_written_with_the_suffix_of_a_table(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"history\.csv: a history is written as JSON lines.*to_pandas"):
         History().save(tmp_path / "history.csv")
     assert list(tmp_path.iterdir()) == []

@@ -20,13 +20,13 @@ assert not opened, opened
 
 
 @pytest.mark.parametrize("module", ["dovetail", "dovetail.units", "dovetail.errors"])
-def test_importing_a_light_module_brings_no_torch_thread_socket_or_file(module: str) -> None:
+def test_a_light_import_loads_no_torch_and_starts_no_thread(module: str) -> None:
     script = LIGHT.format(module=module)
     done = subprocess.run([sys.executable, "-B", "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def test_public_names_are_found_when_touched() -> None:
+def test_public_names_are_imported_on_first_access() -> None:
     import dovetail
 
     for name in dovetail.__all__:
@@ -34,7 +34,7 @@ def test_public_names_are_found_when_touched() -> None:
     assert set(dovetail.__all__) <= set(dir(dovetail))
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
+def test_an_unknown_name_raises_an_attribute_error() -> None:
     import dovetail
 
     with pytest.raises(AttributeError, match="no attribute 'Trianer'"):

@@ -32,19 +32,19 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_a_process_that_nobody_launched_has_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_without_a_launcher_has_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     assert get_cluster_info() is None
 
 
 @pytest.mark.parametrize("info", [INFO, TrialInfo(trial_id=1)])
-def test_what_is_written_is_read(path: Path, info: TrialInfo) -> None:
+def test_written_trial_information_is_read_back(path: Path, info: TrialInfo) -> None:
     write_info(path, info)
     assert get_cluster_info() == info
     assert [each.name for each in path.parent.iterdir()] == ["trial.json"]
 
 
-def test_scripts_of_determined_find_what_they_ask_for() -> None:
+def test_determined_scripts_find_the_attributes_they_read() -> None:
     assert INFO.trial.hparams == INFO.hparams
     assert (INFO.trial.trial_id, INFO.trial.trial_seed, INFO.latest_checkpoint) == (7, 11, "ck")
     assert (INFO.slot_ids, INFO.container_addrs, INFO.container_rank) == ([0, 1], ["127.0.0.1"], 0)
@@ -53,17 +53,17 @@ def test_scripts_of_determined_find_what_they_ask_for() -> None:
 
 
 @pytest.mark.parametrize(("name", "sentence"), [("session_token", ": there is no master and no agent"), ("hparam", "")])
-def test_what_only_a_master_knows_is_refused_in_a_sentence(name: str, sentence: str) -> None:
+def test_attributes_known_only_to_a_master_raise_one_sentence(name: str, sentence: str) -> None:
     with pytest.raises(AttributeError, match=f"the info of a trial has no '{name}'{sentence}$"):
         getattr(INFO, name)
 
 
-def test_hyperparameters_that_are_not_json_are_refused(path: Path) -> None:
+def test_hyperparameters_that_are_not_json_are_rejected(path: Path) -> None:
     with pytest.raises(ConfigError, match="trial 1 cannot be written as JSON: Object of type set"):
         write_info(path, TrialInfo(trial_id=1, hparams={"layers": {1, 2}}))
 
 
-def test_a_missing_file_is_named(path: Path) -> None:
+def test_a_missing_information_file_is_named(path: Path) -> None:
     with pytest.raises(ConfigError, match=r"trial\.json \(named by DOVETAIL_TRIAL\): cannot be read: No such file"):
         get_cluster_info()
 
@@ -87,14 +87,14 @@ def altered(**changes: Any) -> str:
         (altered(slots=0), "slots: expected at least 1, got 0"),
     ],
 )
-def test_a_damaged_file_is_named_with_its_fault(path: Path, text: str, sentence: str) -> None:
+def test_a_damaged_information_file_is_named_with_its_fault(path: Path, text: str, sentence: str) -> None:
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
         get_cluster_info()
     assert f"{path} (named by DOVETAIL_TRIAL): {sentence}" in str(caught.value)
 
 
-def test_an_unknown_field_or_kind_is_answered_with_the_known_ones(path: Path) -> None:
+def test_an_unknown_field_or_kind_raises_with_the_known_ones(path: Path) -> None:
     path.write_text(altered(hparam={}), encoding="utf-8")
     with pytest.raises(UnknownNameError, match=r"unknown field of .* 'hparam': did you mean 'hparams'"):
         get_cluster_info()
@@ -104,6 +104,6 @@ def test_an_unknown_field_or_kind_is_answered_with_the_known_ones(path: Path) ->
 
 
 @pytest.mark.parametrize("module", ["dovetail.info", "dovetail.launch"])
-def test_torch_is_not_imported(module: str) -> None:
+def test_reading_information_does_not_import_torch(module: str) -> None:
     script = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -15,7 +15,7 @@ import pytest
 
 from dovetail.info import VARIABLE
 
-TELL = """
+REPORT_LINE = """
 import json, os, sys
 from dataclasses import asdict
 from dovetail.info import get_cluster_info
@@ -61,7 +61,7 @@ def launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def told(folder: Path, *arguments: str) -> list[dict[str, Any]]:
+def reported(folder: Path, *arguments: str) -> list[dict[str, Any]]:
     done = launch(folder, *arguments)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -71,8 +71,8 @@ def told(folder: Path, *arguments: str) -> list[dict[str, Any]]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "below").mkdir()
-    (tmp_path / "tell.py").write_text(TELL)
-    (tmp_path / "below" / "tell.py").write_text(TELL)
+    (tmp_path / "tell.py").write_text(REPORT_LINE)
+    (tmp_path / "below" / "tell.py").write_text(REPORT_LINE)
     (tmp_path / "config.yaml").write_text(CONFIG)
     return tmp_path
 
@@ -80,8 +80,8 @@ def folder(tmp_path: Path) -> Path:
 # ------------------------------------------------------------------ one process
 
 
-def test_a_script_runs_as_python_would_run_it(folder: Path) -> None:
-    (found,) = told(folder, "below/tell.py", "--slots", "3", "x")
+def test_a_launched_script_runs_as_in_python(folder: Path) -> None:
+    (found,) = reported(folder, "below/tell.py", "--slots", "3", "x")
     assert found["name"] == "__main__"
     assert found["arguments"] == ["below/tell.py", "--slots", "3", "x"]
     assert found["path"] == str(folder / "below")
@@ -89,15 +89,15 @@ def test_a_script_runs_as_python_would_run_it(folder: Path) -> None:
     assert found["info"] is None
 
 
-def test_a_module_runs_as_python_would_run_it(folder: Path) -> None:
-    (found,) = told(folder, "-m", "below.tell", "x")
+def test_a_launched_module_runs_as_in_python(folder: Path) -> None:
+    (found,) = reported(folder, "-m", "below.tell", "x")
     assert found["name"] == "__main__"
     assert found["arguments"] == [str(folder / "below" / "tell.py"), "x"]
 
 
 def test_configuration_and_hyperparameters_reach_the_script(folder: Path) -> None:
     arguments = ["--config", "config.yaml", "--hparam", "depth=2", "--hparam", "net.width=16"]
-    (found,) = told(folder, *arguments, "tell.py")
+    (found,) = reported(folder, *arguments, "tell.py")
     info = found["info"]
     expected = {"learning_rate": 0.001, "global_batch_size": 64, "net": {"width": 16}, "depth": 2}
     assert info["hparams"] == expected
@@ -107,23 +107,23 @@ def test_configuration_and_hyperparameters_reach_the_script(folder: Path) -> Non
 
 
 def test_hyperparameters_need_no_configuration(folder: Path) -> None:
-    (found,) = told(folder, "--hparam", "lr=1e-3", "--hparam", "net.kind='64'", "--hparam", "deep=true", "tell.py")
+    (found,) = reported(folder, "--hparam", "lr=1e-3", "--hparam", "net.kind='64'", "--hparam", "deep=true", "tell.py")
     assert found["info"]["hparams"] == {"lr": 0.001, "net": {"kind": "64"}, "deep": True}
 
 
-def test_a_configuration_without_hyperparameters_is_that_of_a_job(folder: Path) -> None:
+def test_a_configuration_without_hyperparameters_is_a_job(folder: Path) -> None:
     (folder / "job.yaml").write_text("data: {trial_id: 777}\nresources: {slots: 1}\n")
-    (found,) = told(folder, "--config", "job.yaml", "tell.py")
+    (found,) = reported(folder, "--config", "job.yaml", "tell.py")
     assert (found["info"]["kind"], found["info"]["user_data"]) == ("job", {"trial_id": 777})
 
 
-def test_one_process_is_a_group_if_it_is_told_to(folder: Path) -> None:
-    (found,) = told(folder, "--group", "tell.py", "--group")
+def test_one_process_is_a_group_if_requested(folder: Path) -> None:
+    (found,) = reported(folder, "--group", "tell.py", "--group")
     assert (found["rank"], found["size"], found["arguments"]) == ("0", "1", ["tell.py", "--group"])
 
 
 @pytest.mark.usefixtures("forking")
-def test_a_group_of_one_meets_as_torchrun_lets_it(folder: Path) -> None:
+def test_a_group_of_one_initializes_under_torchrun(folder: Path) -> None:
     (folder / "meet.py").write_text(
         "import torch.distributed as dist\n"
         "from dovetail.core import DistributedContext\n"
@@ -136,7 +136,7 @@ def test_a_group_of_one_meets_as_torchrun_lets_it(folder: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "0 1 [3]\n"), done.stderr
 
 
-def test_no_slots_are_one_process_without_graphics_cards(folder: Path) -> None:
+def test_zero_slots_mean_one_process_without_graphics_cards(folder: Path) -> None:
     (folder / "none.yaml").write_text("resources: {slots_per_trial: 0}\n")
     (folder / "cards.py").write_text("import os; print(repr(os.environ['CUDA_VISIBLE_DEVICES']))")
     done = launch(folder, "--config", "none.yaml", "cards.py")
@@ -144,13 +144,13 @@ def test_no_slots_are_one_process_without_graphics_cards(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("end", "code"), [("", 0), ("import sys; sys.exit(7)", 7), ("raise SystemExit", 0)])
-def test_the_exit_code_is_the_scripts(folder: Path, end: str, code: int) -> None:
+def test_the_launcher_exits_with_the_code_of_the_script(folder: Path, end: str, code: int) -> None:
     (folder / "end.py").write_text(end)
     done = launch(folder, "end.py")
     assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
 
 
-def test_an_error_looks_as_without_the_launcher(folder: Path) -> None:
+def test_an_error_looks_the_same_as_without_the_launcher(folder: Path) -> None:
     (folder / "wrong.py").write_text("def fail():\n    raise ValueError('no luck')\n\nfail()\n")
     done = launch(folder, "wrong.py")
     alone = subprocess.run([sys.executable, "wrong.py"], cwd=folder, capture_output=True, text=True, check=False)
@@ -194,7 +194,9 @@ def test_a_signal_reaches_the_script(folder: Path) -> None:
         ([], "the following arguments are required: script"),
     ],
 )
-def test_a_mistake_is_one_sentence_and_no_traceback(folder: Path, arguments: list[str], sentence: str) -> None:
+def test_a_launcher_mistake_prints_one_sentence_without_a_traceback(
+    folder: Path, arguments: list[str], sentence: str
+) -> None:
     (folder / "slots.yaml").write_text("resources: {slots_per_trial: two}\n")
     done = launch(folder, *arguments)
     assert (done.returncode, done.stdout) == (2, "")
@@ -232,12 +234,12 @@ def read(program: subprocess.Popen[bytes], size: int) -> bytes:
     return program.stdout.read(size)
 
 
-# The first has new interpreters, as a user has; the others begin with torch imported.
+# The first has new interpreters, as a user has; the others start with torch imported.
 @pytest.mark.slow
 class TestSeveralProcesses:
-    def test_every_process_knows_its_place_and_the_trial(self, folder: Path) -> None:
+    def test_every_process_has_its_rank_and_the_trial(self, folder: Path) -> None:
         (folder / "two.yaml").write_text("hyperparameters: {lr: 0.1}\nresources: {slots_per_trial: 2}\n")
-        found = told(folder, "--config", "two.yaml", "tell.py", "--slots", "3")
+        found = reported(folder, "--config", "two.yaml", "tell.py", "--slots", "3")
         assert [(each["rank"], each["size"]) for each in found] == [("0", "2"), ("1", "2")]
         for each in found:
             assert each["name"] == "__main__"
@@ -246,13 +248,13 @@ class TestSeveralProcesses:
             assert (each["info"]["hparams"], each["info"]["slots"]) == ({"lr": 0.1}, 2)
 
     @pytest.mark.usefixtures("forking")
-    def test_slots_of_the_command_line_come_first_and_modules_work(self, folder: Path) -> None:
+    def test_command_line_slots_override_the_file_and_modules_work(self, folder: Path) -> None:
         (folder / "two.yaml").write_text("resources: {slots_per_trial: 1}\n")
-        found = told(folder, "--slots", "2", "--config", "two.yaml", "-m", "below.tell", "x")
+        found = reported(folder, "--slots", "2", "--config", "two.yaml", "-m", "below.tell", "x")
         assert [(each["rank"], each["arguments"][1:]) for each in found] == [("0", ["x"]), ("1", ["x"])]
 
     @pytest.mark.usefixtures("forking")
-    def test_the_failing_process_is_what_the_user_sees(self, folder: Path) -> None:
+    def test_the_output_of_the_failing_process_is_shown(self, folder: Path) -> None:
         (folder / "fail.py").write_text(
             "from dovetail import core\n"
             "with core.init() as context:\n"
@@ -277,7 +279,7 @@ class TestSeveralProcesses:
 
     @pytest.mark.usefixtures("forking")
     @pytest.mark.parametrize(("end", "code"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 137)])
-    def test_the_exit_code_is_that_of_the_first_to_fail(self, folder: Path, end: str, code: int) -> None:
+    def test_the_exit_code_is_that_of_the_first_failed_process(self, folder: Path, end: str, code: int) -> None:
         script = f"import os, sys, time\nif os.environ['RANK'] == '1':\n    {end}\ntime.sleep(100)\n"
         (folder / "end.py").write_text(script)
         done = launch(folder, "--slots", "2", "end.py")
@@ -285,7 +287,7 @@ class TestSeveralProcesses:
 
     @pytest.mark.usefixtures("forking")
     @pytest.mark.parametrize("slots", [1, 2])
-    def test_a_group_that_fails_is_started_again_with_the_same_trial(self, folder: Path, slots: int) -> None:
+    def test_a_failed_group_is_restarted_with_the_same_trial(self, folder: Path, slots: int) -> None:
         (folder / "again.py").write_text(
             "import os, sys, time\n"
             "from dovetail.info import get_cluster_info\n"
@@ -300,7 +302,7 @@ class TestSeveralProcesses:
 
     @pytest.mark.usefixtures("forking")
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-    def test_a_signal_lets_every_process_save_and_leave(self, folder: Path, number: signal.Signals) -> None:
+    def test_a_signal_lets_every_process_save_and_exit(self, folder: Path, number: signal.Signals) -> None:
         (folder / "wait.py").write_text(
             "import os, pathlib, time\n"
             "from dovetail import core\n"
@@ -315,14 +317,14 @@ class TestSeveralProcesses:
             program.send_signal(number)
             assert program.wait(timeout=120) == 128 + number
             assert program.stderr is not None
-            said = program.stderr.read().decode().split("\n")
-        assert {line for line in said if line} == {
+            messages = program.stderr.read().decode().split("\n")
+        assert {line for line in messages if line} == {
             f"{number.name}: exit requested; the script stops at its next check (press again to stop at once)"
         }
         assert sorted(path.name for path in folder.glob("saved-*")) == ["saved-0", "saved-1"]
 
     @pytest.mark.usefixtures("forking")
-    def test_the_second_signal_ends_processes_that_do_not_look(self, folder: Path) -> None:
+    def test_the_second_signal_ends_processes_that_ignore_the_first(self, folder: Path) -> None:
         (folder / "deaf.py").write_text(
             "import os, time\n"
             "from dovetail import core\n"
@@ -334,9 +336,9 @@ class TestSeveralProcesses:
             pids = [int(read(program, 8)) for _ in range(2)]
             program.send_signal(signal.SIGTERM)
             assert program.stderr is not None
-            heard = 0
-            while heard < 2:
-                heard += b"SIGTERM" in program.stderr.readline()
+            received = 0
+            while received < 2:
+                received += b"SIGTERM" in program.stderr.readline()
             program.send_signal(signal.SIGTERM)
             assert program.wait(timeout=120) == 128 + signal.SIGTERM
             deadline = time.monotonic() + 120

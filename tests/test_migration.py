@@ -35,12 +35,14 @@ def losses_of(program: str) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("library", ["lightning", "transformers", "accelerate", "keras"])
-def test_the_same_run_has_the_same_losses_as_in(library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_migrated_run_has_the_same_losses_as_the_original_library(
+    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"NOT COMPARED with {library}: it is not installed, pip install {library}")
     monkeypatch.chdir(tmp_path)
     theirs, ours = programs(library)
-    # In a folder of its own: what it writes there is not ours to replace.
+    # In a separate folder, because its files must not be replaced by ours.
     folder = tmp_path / library
     folder.mkdir()
     script = folder / "theirs.py"
@@ -53,7 +55,7 @@ def test_the_same_run_has_the_same_losses_as_in(library: str, tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("library", ["lightning", "transformers", "accelerate", "keras"])
-def test_a_guide_names_the_version_that_is_pinned(library: str) -> None:
+def test_a_migration_guide_names_the_pinned_version(library: str) -> None:
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     (pinned,) = re.findall(rf"^{library}==(\S+)$", pins, re.MULTILINE)
     guide = (ROOT / "docs" / "migration" / f"{library}.md").read_text(encoding="utf-8")
@@ -61,7 +63,7 @@ def test_a_guide_names_the_version_that_is_pinned(library: str) -> None:
 
 
 @pytest.mark.parametrize("library", IMPORTS)
-def test_a_program_with_its_imports_changed_is_ours(
+def test_a_program_with_changed_imports_runs_here(
     library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -79,7 +81,7 @@ def known() -> set[str]:
     return set(re.findall(r"(?:class|def) (\w+)", source)) | set(re.findall(r"(\w+)(?:: | = |=)", source))
 
 
-# What the tables name of Python, torch, torchmetrics and the other library itself.
+# Names in the tables that belong to Python, torch, torchmetrics or the other library.
 FOREIGN = {
     *("True", "False", "BatchNorm", "DataLoader", "Dataset", "LambdaLR", "Module", "MulticlassF1Score", "SGD"),
     *("BCEWithLogitsLoss", "CrossEntropyLoss", "HuberLoss", "MSELoss", "Adam", "lr_lambda"),
@@ -88,7 +90,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.stem)
-def test_every_new_name_of_the_tables_exists(guide: Path, known: set[str]) -> None:
+def test_every_new_name_of_the_migration_tables_exists(guide: Path, known: set[str]) -> None:
     rows = [line.split("|") for line in guide.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
     if guide.stem == "index":
         rows = [row for row in rows if len(row) > 4]  # the first table is one of guides

@@ -19,7 +19,7 @@ from dovetail.federated.algorithms.fedavg import FedAvg
 from dovetail.federated.messages import Task, Update
 from dovetail.overrides import defines, reject_lost_overrides
 from dovetail.servers import fedavg
-from dovetail.trainers import basic
+from dovetail.trainers import Trainer, basic
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.decorators import TimedTrainer
 from dovetail.trainers.strategies import TestingStrategy as Testing
@@ -61,21 +61,29 @@ LOST = [
     (simple.Client, "_obtain_model_update", "half-trained"),
     (simple.Client, "start_client", "server.run"),
     (simple.Client, "add_callbacks", "callbacks="),
+    (simple.Client, "begin", "override prepare"),
+    (simple.Client, "effort", "override estimate_cost"),
     (FedAvg, "aggregate_weights", "override aggregate"),
+    (Algorithm, "begin", "override prepare"),
+    (Algorithm, "stays", "override is_local"),
     (Algorithm, "compute_weight_deltas", "override aggregate"),
     (Algorithm, "update_weights", "override aggregate"),
-    (Algorithm, "extract_weights", "override stays"),
+    (Algorithm, "extract_weights", "override is_local"),
     (Algorithm, "load_weights", "override equip"),
     (basic.Trainer, "lr_scheduler_step", "lr_scheduler_strategy"),
     (basic.Trainer, "train_process", "override fit"),
     (ComposableTrainer, "test_process", "testing_strategy"),
     (ComposableTrainer, "simulate_sleep_time", "speed_simulation"),
     (basic.Trainer, "_adjust_lr", "global_lr_scheduler"),
+    (Trainer, "training_step", "override train_step"),
+    (Trainer, "validation_step", "override test_step"),
+    (Trainer, "configure_optimizers", "override get_optimizer"),
+    (Trainer, "train_dataloader", "give fit the data"),
 ]
 
 
 @pytest.mark.parametrize(("base", "name", "words"), LOST, ids=[f"{it[0].__name__}.{it[1]}" for it in LOST])
-def test_a_method_that_nothing_calls_is_rejected_with_what_to_use(base: type[Any], name: str, words: str) -> None:
+def test_a_method_that_is_never_called_is_rejected_with_an_alternative(base: type[Any], name: str, words: str) -> None:
     with pytest.raises(ConfigError, match=rf"^Mine\.{name}: it is never called here: .*{words}"):
         type("Mine", (base,), {name: lambda self: None})
     mixin = type("Mixin", (), {name: lambda self: None})
@@ -83,19 +91,19 @@ def test_a_method_that_nothing_calls_is_rejected_with_what_to_use(base: type[Any
         type("Mine", (mixin, base), {})
 
 
-def test_a_class_of_this_library_may_give_such_a_method_a_meaning() -> None:
+def test_a_library_class_may_define_such_a_method() -> None:
     ours = type("Ours", (), {"lost": lambda self: None, "__module__": "dovetail.compat"})
     reject_lost_overrides(type("Mine", (ours,), {"lost": lambda self: None}), {"lost": "…"})
 
 
-def test_a_method_on_an_object_counts_as_defined_too() -> None:
+def test_a_method_set_on_an_instance_counts_as_defined() -> None:
     client = simple.Client()
     assert not defines(client, "customize_report")
     client.customize_report = lambda report: report  # type: ignore[method-assign]
     assert defines(client, "customize_report")
 
 
-def test_the_hooks_of_a_server_are_called_in_the_order_of_things() -> None:
+def test_the_hooks_of_a_server_are_called_in_order() -> None:
     heard: list[Any] = []
 
     class Server(fedavg.Server):
@@ -124,7 +132,7 @@ def test_the_hooks_of_a_server_are_called_in_the_order_of_things() -> None:
     assert heard == ["start", *asked, "close"]
 
 
-def test_choose_clients_chooses_and_may_ask_the_selection() -> None:
+def test_choose_clients_selects_and_may_call_the_selection() -> None:
     class Server(fedavg.Server):
         def choose_clients(self, clients_pool: Sequence[int], clients_count: int) -> Sequence[int]:
             assert list(clients_pool) == [1, 2, 3, 4, 5, 6, 7, 8]
@@ -140,7 +148,7 @@ def test_choose_clients_chooses_and_may_ask_the_selection() -> None:
 
 
 @pytest.mark.parametrize("chosen", [[1, 1], [99]])
-def test_choose_clients_must_return_different_clients_of_the_pool(chosen: list[int]) -> None:
+def test_choose_clients_must_return_distinct_clients_of_the_pool(chosen: list[int]) -> None:
     class Server(fedavg.Server):
         def choose_clients(self, clients_pool: Sequence[int], clients_count: int) -> Sequence[int]:
             return chosen
@@ -149,7 +157,7 @@ def test_choose_clients_must_return_different_clients_of_the_pool(chosen: list[i
         _run(Server)
 
 
-def test_weights_received_changes_what_is_aggregated() -> None:
+def test_weights_received_changes_the_aggregated_weights() -> None:
     class Server(fedavg.Server):
         def weights_received(self, weights_received: Any) -> Any:
             return [{name: torch.zeros_like(value) for name, value in each.items()} for each in weights_received]
@@ -158,7 +166,7 @@ def test_weights_received_changes_what_is_aggregated() -> None:
     assert all(bool(value.abs().max() < 1e-6) for value in server.weights.values())
 
 
-def test_weights_received_that_returns_nothing_is_an_error() -> None:
+def test_weights_received_that_returns_none_is_an_error() -> None:
     class Server(fedavg.Server):
         def weights_received(self, weights_received: Any) -> Any:
             pass
@@ -200,7 +208,7 @@ def test_a_response_reaches_its_client_and_a_report_the_server(backend: str) -> 
     assert server.heard == {client_id: 10 * client_id + 2 for client_id in asked}
 
 
-def test_the_samples_of_a_report_are_what_an_update_counts() -> None:
+def test_the_samples_of_a_report_are_the_weight_of_its_update() -> None:
     class Uniform(simple.Client):
         def customize_report(self, report: SimpleNamespace) -> SimpleNamespace:
             report.num_samples = 1
@@ -211,7 +219,7 @@ def test_the_samples_of_a_report_are_what_an_update_counts() -> None:
     torch.testing.assert_close(dict(uniform.weights), dict(expected.weights), rtol=0, atol=0)
 
 
-def test_clients_with_such_methods_are_not_trained_at_once() -> None:
+def test_clients_with_overridden_methods_are_not_vectorized() -> None:
     class Counting(simple.Client):
         def work(self, task: Task, state: dict[str, Any]) -> Any:
             update, kept = super().work(task, state)
@@ -226,7 +234,7 @@ def test_clients_with_such_methods_are_not_trained_at_once() -> None:
 
 
 @pytest.mark.parametrize(("server", "client"), [(Adaptive, simple.Client), (fedavg.Server, Threshold)])
-def test_edge_servers_pass_on_neither_responses_nor_reports(
+def test_edge_servers_forward_neither_responses_nor_reports(
     server: type[fedavg.Server], client: type[simple.Client]
 ) -> None:
     with pytest.raises(ConfigError, match="an edge server does not pass"):
@@ -244,7 +252,7 @@ def test_a_report_that_is_not_returned_is_an_error() -> None:
 
 @pytest.mark.parametrize("name", ["train", "train_model", "obtain_model_update"])
 @pytest.mark.parametrize("wrap", [lambda trainer: trainer, TimedTrainer])
-def test_a_trainer_whose_own_training_a_client_would_not_call_is_rejected(name: str, wrap: Any) -> None:
+def test_a_trainer_with_a_training_method_that_clients_skip_is_rejected(name: str, wrap: Any) -> None:
     trainer = type("Mine", (ComposableTrainer,), {name: lambda self, *args: None})(verbose=False)
     server = fedavg.Server(make_model, Blobs(), **SETTINGS)
     with pytest.raises(ConfigError, match=rf"Mine\.{name}: a client trains with fit, which does not call it"):
@@ -288,13 +296,13 @@ class Third(ComposableTrainer):
         (TimedTrainer(Third(verbose=False)), 0.128),
     ],
 )
-def test_the_test_of_a_trainer_measures_the_accuracy(trainer: Any, accuracy: float) -> None:
+def test_the_test_method_of_a_trainer_returns_the_accuracy(trainer: Any, accuracy: float) -> None:
     server = fedavg.Server(make_model, Blobs(own_tests=True), trainer=trainer, **SETTINGS)
     (_, record) = server.run()
     assert record.metrics["accuracy"] == accuracy
 
 
-def test_callbacks_receive_the_weights_that_clients_have_trained() -> None:
+def test_callbacks_receive_the_weights_trained_by_clients() -> None:
     seen: list[Any] = []
 
     class Watch(ServerCallback):

@@ -24,7 +24,7 @@ UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028\u2029\u202a-\u202e\u2
         ("\ud800", r"\ud800"),
     ],
 )
-def test_control_characters_become_visible(text: str, shown: str) -> None:
+def test_control_characters_are_printed_visibly(text: str, shown: str) -> None:
     assert printable(text) == shown
 
 
@@ -33,7 +33,7 @@ def test_a_log_keeps_its_lines() -> None:
 
 
 @given(st.text(st.characters(codec=None)))
-def test_nothing_unsafe_is_left(text: str) -> None:
+def test_printable_text_contains_nothing_unsafe(text: str) -> None:
     assert not UNSAFE.search(printable(text))
     assert not UNSAFE.search(printable(text, lines=True).translate({9: None, 10: None, 13: None}))
     page_text(text).encode("utf-8")

@@ -6,7 +6,7 @@ from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.registry import Registry
 
 
-def test_a_piece_is_registered_by_call_or_as_a_decorator() -> None:
+def test_an_object_is_registered_by_call_or_as_a_decorator() -> None:
     registry: Registry[type] = Registry("thing")
 
     @registry.register("mine")
@@ -18,7 +18,7 @@ def test_a_piece_is_registered_by_call_or_as_a_decorator() -> None:
     assert registry.names() == ["int", "mine"]
 
 
-def test_a_name_is_given_once() -> None:
+def test_a_name_can_be_registered_only_once() -> None:
     registry = Registry("thing", lambda: {"taken": 1})
     with pytest.raises(ConfigError, match="thing 'taken' is registered already"):
         registry.register("taken", 2)
@@ -30,7 +30,7 @@ def test_an_unknown_name_suggests_the_nearest() -> None:
         registry.get("triangel")
 
 
-def test_built_in_pieces_are_looked_up_late() -> None:
+def test_built_in_classes_are_imported_on_lookup() -> None:
     calls: list[int] = []
 
     def built_in() -> dict[str, int]:

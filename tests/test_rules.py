@@ -73,23 +73,19 @@ FEDERATED_WORDS = {
 # The names of other libraries, which are no part of the kernel.
 OTHER_LIBRARIES = {"trainers/other_libraries.py"}
 
-# Files above 500 lines. A limit may only be lowered, and follows the length of its file.
+# Files above 500 lines, without comments. A limit may only be lowered, and follows the length of its file.
 MOST_LINES = 500
 LONG_FILES = {
-    "checkpoint/store.py": 531,
-    "data/loader.py": 629,
-    "federated/clients/simple.py": 519,
-    "federated/data/partition.py": 658,
-    "pytorch/adapter.py": 620,
-    "pytorch/context.py": 597,
-    "search/runner.py": 719,
-    "search/store.py": 513,
-    "testing/strategies.py": 506,
-    "trainers/capabilities/data_parallel.py": 506,
-    "trainers/capabilities/privacy.py": 578,
-    "trainers/single_process.py": 515,
-    "trainers/strategies/training_step.py": 569,
-    "trainers/whole_step/step.py": 549,
+    "checkpoint/store.py": 517,
+    "data/loader.py": 602,
+    "federated/data/partition.py": 656,
+    "pytorch/adapter.py": 605,
+    "pytorch/context.py": 591,
+    "search/runner.py": 685,
+    "testing/strategies.py": 504,
+    "trainers/capabilities/privacy.py": 551,
+    "trainers/strategies/training_step.py": 566,
+    "trainers/whole_step/step.py": 529,
 }
 
 # Modules of tests whose errors mypy ignores, in pyproject.toml.
@@ -281,7 +277,7 @@ def test_only_the_loop_loops_over_training_batches() -> None:
     assert_only(loops_that_train(parsed(without="trainers/loop.py")), LOOPS_THAT_TRAIN)
 
 
-def test_only_the_verbs_differentiate_and_step() -> None:
+def test_only_the_verbs_call_backward_and_step() -> None:
     assert_only(direct_calls(parsed()), DIRECT_CALLS)
 
 
@@ -315,7 +311,7 @@ def test_a_second_training_loop_is_found(code: str, found: bool) -> None:
         ("scheduler.step()", False),
     ],
 )
-def test_a_step_past_the_trainer_is_found(code: str, found: bool) -> None:
+def test_an_optimizer_step_outside_the_trainer_is_found(code: str, found: bool) -> None:
     assert bool(direct_calls([ast.parse(f"class Mine:\n    def compute(self):\n        {code}")])) is found
 
 
@@ -334,7 +330,7 @@ def federated_words(text: str) -> set[str]:
     return found
 
 
-def test_the_kernel_does_not_know_federations() -> None:
+def test_the_trainer_core_does_not_mention_federations() -> None:
     found = {
         f"{path}: {word}"
         for path, text in sources()
@@ -355,11 +351,16 @@ def test_the_kernel_does_not_know_federations() -> None:
         ("round(loss, 2)  # rounding, in the background of everything around it", set()),
     ],
 )
-def test_a_word_of_federations_is_found(text: str, found: set[str]) -> None:
+def test_a_mention_of_federations_is_found(text: str, found: set[str]) -> None:
     assert federated_words(text) == found
 
 
 # ------------------------------------------------------------------ lengths of files
+
+
+def num_lines(text: str) -> int:
+    """Return the lines that are not comments: a limit must not make anyone delete a reason."""
+    return sum(not line.lstrip().startswith("#") for line in text.splitlines())
 
 
 def wrong_lengths(lengths: Mapping[str, int], limits: Mapping[str, int]) -> list[str]:
@@ -379,8 +380,8 @@ def wrong_lengths(lengths: Mapping[str, int], limits: Mapping[str, int]) -> list
     return found
 
 
-def test_long_files_only_shrink() -> None:
-    assert wrong_lengths({path: len(text.splitlines()) for path, text in sources()}, LONG_FILES) == []
+def test_limits_of_long_files_only_shrink() -> None:
+    assert wrong_lengths({path: num_lines(text) for path, text in sources()}, LONG_FILES) == []
 
 
 def test_a_file_that_grows_and_a_limit_that_is_too_high_are_found() -> None:

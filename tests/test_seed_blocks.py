@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(
 
 PACKAGES = {"plato": "dovetail", "zae_engine.trainer": "dovetail.compat.zae_engine"}
 
-# What a block leaves to the reader, as text to replace or to add.
+# Parts that a block leaves to the reader, as text to replace or to add.
 FIXES: dict[tuple[str, int], tuple[str, str]] = {
     ("000", 1): ("(...)", "(my_model)"),
     ("000", 2): ("(...)", "(my_model)"),
@@ -53,13 +53,13 @@ TRAINERS = [
 ]
 # The others, and the test that covers each.
 ELSEWHERE = {
-    ("001", 2): "test_the_constructor_has_the_arguments_of_the_document",
+    ("001", 2): "test_the_constructor_has_the_arguments_of_the_seed_document",
     ("001", 3): "tests/trainers/test_composable.py, the order of a run",
-    ("001", 7): "test_the_federation_of_the_document_learns",
+    ("001", 7): "test_the_federation_of_the_seed_document_learns",
     ("001", 8): "commands for plato's own test files",
     ("001", 9): "a command for plato's own example file",
     ("001", 12): "a comment without code",
-    ("002", 0): "test_the_options_of_the_document_are_attributes_with_its_defaults",
+    ("002", 0): "test_the_options_of_the_seed_document_are_attributes_with_its_defaults",
     **{("004", place): "tests/integration/test_seed_experiment.py" for place in range(6)},
 }
 
@@ -121,12 +121,12 @@ def run(key: tuple[str, int]) -> dict[str, Any]:
     return namespace
 
 
-def test_every_block_of_the_documents_is_covered() -> None:
+def test_every_code_block_of_the_seed_documents_is_covered() -> None:
     assert blocks().keys() == {*TRAINERS, *ELSEWHERE}
 
 
 @pytest.mark.parametrize("key", TRAINERS, ids=lambda key: f"{key[0]}-{key[1]}")
-def test_a_trainer_of_the_documents_learns(
+def test_a_trainer_of_the_seed_documents_learns(
     key: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -139,7 +139,7 @@ def test_a_trainer_of_the_documents_learns(
     assert trainer.evaluate(data)["loss"] < before
 
 
-def test_the_constructor_has_the_arguments_of_the_document() -> None:
+def test_the_constructor_has_the_arguments_of_the_seed_document() -> None:
     printed = ast.parse(prepared(("001", 2)).strip() + ": ...").body[0]
     assert isinstance(printed, ast.FunctionDef)
     ours = [*inspect.signature(ComposableTrainer.__init__).parameters]
@@ -147,17 +147,17 @@ def test_the_constructor_has_the_arguments_of_the_document() -> None:
     assert ours[: len(names)] == names
 
 
-def test_the_federation_of_the_document_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_federation_of_the_seed_document_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     records = run(("001", 7))["server"].records
     assert records[-1].metrics["accuracy"] > records[0].metrics["accuracy"]
 
 
-def test_the_options_of_the_document_are_attributes_with_its_defaults() -> None:
+def test_the_options_of_the_seed_document_are_attributes_with_its_defaults() -> None:
     printed = dict(re.findall(r"kwargs\.pop\('(\w+)'\s*,\s*(.+?)\)", blocks()["002", 0]))
     assert len(printed) == 27
     trainer = lernomatic.Trainer(nn.Linear(2, 1))
-    # Document 002: a batch size of 0 is that of training.
+    # Document 002: a batch size of 0 means the training batch size.
     expected = {**{name: ast.literal_eval(value) for name, value in printed.items()}, "test_batch_size": 64}
     assert {name: getattr(trainer, name) for name in printed} == expected
     for name in ("cur_epoch", "best_acc", "model"):

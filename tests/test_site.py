@@ -1,4 +1,4 @@
-"""The site: it builds without a warning, has every page and every public name, and needs nothing but itself."""
+"""The site: it builds without a warning, has every page and every public name, and loads no other resource."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_every_page_of_the_guide_is_on_the_site(site: Path) -> None:
     assert {page for page in guide() if not (site / page).exists()} == set()
 
 
-def test_the_navigation_leads_to_every_page(site: Path) -> None:
+def test_the_navigation_has_every_page(site: Path) -> None:
     sidebar = read(site / "index.html").partition('class="sidebar-tree"')[2].partition("</aside>")[0]
     linked = set(re.findall(r'href="([^"#]+)', sidebar))
     assert guide() - linked == {"index.html"}
@@ -77,7 +77,7 @@ def test_every_public_name_is_in_the_inventory(site: Path) -> None:
     assert public - described == set()
 
 
-def test_a_name_of_several_modules_has_one_place(site: Path) -> None:
+def test_a_name_of_several_modules_has_one_reference_entry(site: Path) -> None:
     from sphinx.util.inventory import InventoryFile
 
     classes = InventoryFile.loads((site / "objects.inv").read_bytes(), uri="").data["py:class"]
@@ -85,30 +85,30 @@ def test_a_name_of_several_modules_has_one_place(site: Path) -> None:
     assert places == {"api/dovetail.trainers.html#dovetail.trainers.Trainer"}
 
 
-def test_a_class_has_what_its_hidden_bases_document(site: Path) -> None:
+def test_a_class_shows_what_its_hidden_bases_document(site: Path) -> None:
     described = re.findall(r'id="dovetail\.trainers\.Trainer\.(\w+)"', read(site / "api" / "dovetail.trainers.html"))
     assert {"fit", "evaluate", "predict", "train_step"} <= set(described)
 
 
-# What a browser fetches with a page: the source of an element, and what its head links.
+# Resources that a browser fetches with a page: the source of an element, and the links of its head.
 LOADED = re.compile(r'<(?:script|img|iframe|source|video|embed)\b[^>]*\bsrc="([^"]+)"|<link\b[^>]*\bhref="([^"]+)"')
 # The same in a stylesheet, if it names a host.
 IMPORTED = re.compile(r"""(?:@import|url\()\s*["']?((?:https?:)?//[^"')]+)""")
 
 
-def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
+def test_no_page_loads_anything_from_another_host(site: Path) -> None:
     loaded = {source or link for text in pages_of(site).values() for source, link in LOADED.findall(text)}
     assert loaded
     assert {source for source in loaded if re.match(r"(https?:)?//", source)} == set()
 
 
-def test_no_stylesheet_loads_anything_from_elsewhere(site: Path) -> None:
+def test_no_stylesheet_loads_anything_from_another_host(site: Path) -> None:
     sheets = [read(sheet) for sheet in site.rglob("*.css")]
     assert sheets
     assert [source for text in sheets for source in IMPORTED.findall(text)] == []
 
 
-def test_every_link_inside_the_site_leads_to_its_anchor(site: Path) -> None:
+def test_every_link_inside_the_site_has_its_anchor(site: Path) -> None:
     pages = pages_of(site)
     anchors = {page: set(map(html.unescape, re.findall(r'\bid="([^"]+)"', text))) for page, text in pages.items()}
     broken = set()
@@ -127,7 +127,7 @@ def test_every_link_inside_the_site_leads_to_its_anchor(site: Path) -> None:
 
 
 def shown(page: str, profile: Path) -> str:
-    """What a browser without a network makes of a page, scripts included."""
+    """The rendered page of a browser without a network, scripts included."""
     assert BROWSER is not None
     options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}", "--window-size=1200,800"]
     offline = ["--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=5000"]
@@ -136,12 +136,12 @@ def shown(page: str, profile: Path) -> str:
 
 
 @in_a_browser
-def test_every_block_of_code_has_a_button_that_copies_it(site: Path, tmp_path: Path) -> None:
+def test_every_code_block_has_a_copy_button(site: Path, tmp_path: Path) -> None:
     page = shown((site / "start.html").as_uri(), tmp_path)
     assert page.count('class="copybtn') == page.count('<div class="highlight">') > 0
 
 
 @in_a_browser
-def test_the_search_finds_a_page_without_a_server(site: Path, tmp_path: Path) -> None:
+def test_the_site_search_finds_a_page_without_a_server(site: Path, tmp_path: Path) -> None:
     page = shown(f"{(site / 'search.html').as_uri()}?q=accumulation", tmp_path)
     assert 'href="loop.html' in page.partition('id="search-results"')[2]

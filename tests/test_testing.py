@@ -222,7 +222,7 @@ watch(Noted)
 
 
 class TestCSVLogger(testing.CallbackContract):
-    """A log goes on in the file where it was."""
+    """A log continues in its file."""
 
     logger: ClassVar[type[Callback]] = our_callbacks.CSVLogger
 
@@ -245,7 +245,7 @@ class TestProfiler(TestCSVLogger):
 globals().update({contract.__name__: contract for contract in OURS})
 
 
-def test_every_concrete_strategy_is_under_a_contract() -> None:
+def test_every_concrete_strategy_has_a_contract_test() -> None:
     found = {name: getattr(ours, name) for name in ours.__all__}
     abstract = {"Anchored", "ModelUpdateStrategy", "NestingStepStrategy", "SplitStepStrategy", "Strategy"}
     concrete = {
@@ -256,7 +256,7 @@ def test_every_concrete_strategy_is_under_a_contract() -> None:
     assert concrete - abstract == {type(it().make()).__name__ for it in OURS} & concrete
 
 
-def test_every_callback_is_under_a_contract() -> None:
+def test_every_callback_has_a_contract_test() -> None:
     found = {name: getattr(our_callbacks, name) for name in our_callbacks.__all__}
     abstract = {"Callback", "LambdaCallback", "Monitor", "PlatoAdapter"}
     concrete = {name for name, it in found.items() if isinstance(it, type) and issubclass(it, Callback)}
@@ -267,11 +267,11 @@ def test_every_callback_is_under_a_contract() -> None:
 # ------------------------------------------------------------------ what pytest sees
 
 
-def test_contracts_themselves_are_no_tests() -> None:
+def test_contract_classes_are_not_collected_as_tests() -> None:
     assert [name for name in testing.__all__ if getattr(testing, name).__test__] == []
 
 
-def test_a_subclass_that_says_how_to_make_is_a_test() -> None:
+def test_a_contract_subclass_with_a_factory_is_collected() -> None:
     class Mine(testing.TestingStrategyContract):
         def make(self) -> ours.TestingStrategy:
             return ours.DefaultTestingStrategy()
@@ -279,7 +279,7 @@ def test_a_subclass_that_says_how_to_make_is_a_test() -> None:
     assert Mine.__test__
 
 
-def test_a_base_class_of_ones_own_is_no_test_until_it_makes_something() -> None:
+def test_a_user_base_class_is_not_collected_without_a_factory() -> None:
     class Base(testing.LossStrategyContract):
         def make_data(self) -> Any:
             return regression_data()
@@ -287,7 +287,7 @@ def test_a_base_class_of_ones_own_is_no_test_until_it_makes_something() -> None:
     assert not Base.__test__
 
 
-def test_pytest_is_not_imported() -> None:
+def test_the_testing_module_does_not_import_pytest() -> None:
     code = "import sys, dovetail.testing; sys.exit('pytest' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -414,7 +414,7 @@ class ForeignParameters(ours.OptimizerStrategy):
 
 
 class Eager(ours.SGDOptimizerStrategy):
-    """Steps once more when it hears of a step."""
+    """Steps once more in the hook of a step."""
 
     def on_optimizer_step(self, optimizer: Optimizer, context: TrainingContext) -> None:
         optimizer.step()
@@ -569,21 +569,21 @@ BROKEN = [
 ]
 
 
-def test_a_step_past_the_context_cannot_inherit_accumulation() -> None:
+def test_a_step_outside_the_context_cannot_inherit_accumulation() -> None:
     tested = type("Broken", (testing.TrainingStepStrategyContract,), {"make": lambda self: StepPastTheContext()})
     with pytest.raises(ConfigError, match=r"accumulation_steps would have no effect: call context\.backward"):
         tested().test_accumulation_is_inherited()
 
 
 @pytest.mark.parametrize(("contract", "broken", "test"), BROKEN, ids=[f"{it[1].__name__}-{it[2]}" for it in BROKEN])
-def test_a_broken_one_fails(contract: type[Contract], broken: Callable[[], Any], test: str) -> None:
+def test_a_broken_object_fails_its_contract(contract: type[Contract], broken: Callable[[], Any], test: str) -> None:
     tested = type("Broken", (contract,), {"make": lambda self: broken()})
     with pytest.raises(AssertionError):
         getattr(tested(), test)()
 
 
-def test_every_test_of_every_contract_bites_somewhere() -> None:
-    # Those of searchers, backends and algorithms are broken in the test_contract.py of their own folders.
+def test_every_contract_test_fails_for_some_broken_object() -> None:
+    # The contracts of searchers, backends and algorithms are broken in the test_contract.py of their folders.
     elsewhere = ("AlgorithmContract", "SearcherContract", "BackendContract")
     contracts = [getattr(testing, name) for name in testing.__all__ if name not in elsewhere]
     tests = {name for contract in contracts for name in dir(contract) if name.startswith("test_")}
