@@ -215,7 +215,7 @@ class Group:
                     _answers(store, rank, deadline, "asked")
         except Exception:
             # The store is a thread of the first process, unless a launcher runs it.
-            return "rank 0, which hosts the store of the run, does not respond"
+            return "rank 0, which hosts the store of the run, is gone"
         if failed:
             return "; ".join(failed)
         if gone:

@@ -126,7 +126,8 @@ def test_the_content_decides_the_format_of_an_unknown_suffix(
 
 def test_a_suffix_of_another_format_is_rejected_with_the_known_ones() -> None:
     with pytest.raises(
-        UnknownNameError, match=r"\(b\.onnx\) '\.onnx': .* trainer\.export\(path\) \(known: .*\.safetensors\)"
+        UnknownNameError,
+        match=r"\(b\.onnx\) '\.onnx': .* export\(path\) of a trainer .* \(known: .*\.safetensors\)",
     ):
         model_format("b.onnx")
     with pytest.raises(UnknownNameError, match=r"'\.safetensor': did you mean '\.safetensors'\?"):

@@ -21,7 +21,7 @@ def test_sequences_are_concatenated_with_an_end_token_and_cut() -> None:
     assert positions == [[0, 1, 2], [0, 1, 2], [0, 1, 2]]
 
 
-def test_a_document_that_ends_in_a_row_is_followed_by_the_next_one_from_position_zero() -> None:
+def test_the_next_document_of_a_row_starts_at_position_zero() -> None:
     ids, labels, positions = lists(pack([[5], [6, 7, 8], [9]], 4, end=1))
     assert ids == [[5, 1, 6, 7], [8, 1, 9, 1]]
     assert labels == [[-100, 1, -100, 7], [-100, 1, -100, 1]]
@@ -36,7 +36,7 @@ def test_whole_sequences_go_to_the_first_row_with_room() -> None:
     assert lists(pack([[5, 6, 7], [8, 9], [6], [7, 7]], 4, split=False))[0] == [[5, 6, 7, 6], [8, 9, 7, 7]]
 
 
-def test_labels_of_prompts_stay_masked() -> None:
+def test_labels_of_prompts_are_masked() -> None:
     ids, labels, _ = lists(pack([[5, 6, 7], [8, 9]], 6, end=1, labels=[[-100, -100, 7], [-100, 9]], split=False))
     assert ids == [[5, 6, 7, 1, 1, 1], [8, 9, 1, 1, 1, 1]]
     assert labels == [[-100, -100, 7, 1, -100, -100], [-100, 9, 1, -100, -100, -100]]
@@ -57,7 +57,7 @@ def test_without_an_end_token_nothing_is_appended() -> None:
         (([[], []], 3), {}, "there is no token in the sequences"),
     ],
 )
-def test_what_cannot_be_packed_is_rejected(arguments: Any, more: Any, message: str) -> None:
+def test_invalid_sequences_and_labels_are_rejected(arguments: Any, more: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         pack(*arguments, **more)
 

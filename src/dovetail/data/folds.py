@@ -20,7 +20,7 @@ def k_fold(data: Any, k: int = 5, seed: int = 0, stratify: Any = None) -> Iterat
 
     Args:
         data: A tensor or array, a tuple of them, or a dataset with a length. The parts of the first two are of the same
-            form, the parts of a dataset are `Subset`s.
+            form, and each part of a dataset is a `Subset`.
         k: The number of folds.
         seed: Determines which samples share a fold.
         stratify: The class of every sample, so that each fold has nearly the same share of each class; True means the

@@ -94,12 +94,13 @@ def as_loader(
         sampler = sampler.get()
     if not are_tensors(data):
         data = (form or DataForm(collates=collate_fn is not None)).convert(data)
+    dataset: Dataset[Any]
     if isinstance(data, (tuple, Tensor, np.ndarray)):
         # In memory, so workers would only copy the data between processes.
-        dataset: Dataset[Any] = _tensor_dataset(data if isinstance(data, tuple) else (data,))
+        dataset = _tensor_dataset(data if isinstance(data, tuple) else (data,))
         num_workers = 0
     elif isinstance(data, Dataset) or (holds_samples(data, collate_fn) and not isinstance(data, _Table)):
-        dataset = cast("Dataset[Any]", data)
+        dataset = data
         num_workers = 0 if isinstance(data, Columns) else num_workers
     elif isinstance(data, Iterable) and not isinstance(data, (str, bytes, Mapping, _Table)):
         if sampler is not None:

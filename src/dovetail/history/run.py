@@ -103,7 +103,7 @@ class History(RunHistory):
         for name, value in metrics.items():
             row[name] = as_number(name, value)
         # Write the file first: if the disk is full, neither the file nor the memory has the row.
-        self._append(*self._waiting_losses(), row)
+        self._append(row)
         self._cuts += self._open_cut()
         self.rows.append(row)
 
@@ -252,7 +252,7 @@ class History(RunHistory):
 
     def sync(self) -> None:
         """Write pending losses and sync the attached file to the disk; without a file, do nothing."""
-        self._append(*self._waiting_losses())
+        self._append()
         self._cuts += self._open_cut()
         if self._path is not None:
             with self._path.open("rb+") as file:
@@ -301,18 +301,17 @@ class History(RunHistory):
         cut = (len(self.rows), len(self.losses))
         return [cut] if cut[1] > self._num_written else []
 
-    def _waiting_losses(self) -> Iterator[dict[str, Any]]:
-        return loss_rows(self.losses[self._num_written :])
-
     @property
     def _num_written(self) -> int:
         return self._cuts[-1][1] if self._cuts else 0
 
     def _append(self, *rows: Mapping[str, Any]) -> None:
-        """Append rows to the attached file; without one, do nothing."""
-        if self._path is None or not rows:
+        """Append the losses since the last cut, and rows, to the attached file; without one, do nothing."""
+        if self._path is None:
             return
-        lines = b"".join(map(as_line, rows))
+        lines = b"".join(map(as_line, [*loss_rows(self.losses[self._num_written :]), *rows]))
+        if not lines:
+            return
         with self._path.open("rb+") as file:
             # Overwrite an incomplete line that an earlier write to a full disk has left.
             file.truncate(self._size)

@@ -43,7 +43,7 @@ class TrainerData:
         # number of processes continues with the same order.
         self._is_seeded = False
         # Checkpoints contain the states of training and validation.
-        self._readers: dict[str, Reader] = {}
+        self._readers = _Readers()
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy in another process builds its own loaders.
@@ -54,11 +54,6 @@ class TrainerData:
         name = self._context.run.data_set
         return f"{stage} {name}" if name and stage != "train" else stage
 
-    def _reader(self, key: str) -> Reader:
-        if key not in self._readers:
-            self._readers[key] = Reader(resumable=key == "train")
-        return self._readers[key]
-
     def forget_loaders(self) -> None:
         """Drop all loaders, so that they are built again when they are needed."""
         self.loaders.clear()
@@ -67,9 +62,10 @@ class TrainerData:
     def num_batches(self, stage: Stage, loader: Any) -> int | None:
         """Return the steps of all processes in a pass over a loader, up to its limit; None if they are unknown."""
         total = self._num_steps(stage, loader)
-        limit = self._limit(stage, total)
         # Data without a length may end before the limit.
-        return total if limit is None or total is None else min(total, limit)
+        if total is None or stage not in self.limits or (limit := self._limit(stage, loader)) is None:
+            return total
+        return min(total, limit)
 
     def _num_steps(self, stage: Stage, loader: Any) -> int | None:
         """Return the steps of a whole pass over a loader; None if the data has no length."""
@@ -80,11 +76,12 @@ class TrainerData:
         # Only a training pass is resumed in its middle; others are divided from their start.
         return share.num_steps(total) if stage == "train" else Share(share.num_replicas).num_steps(total)
 
-    def _limit(self, stage: Stage, num_steps: int | None) -> int | None:
-        """Return the largest number of steps of a pass; None if it is not limited."""
+    def _limit(self, stage: Stage, loader: Any) -> int | None:
+        """Return the largest number of steps of a pass over a loader; None if it is not limited."""
         limit = self.limits.get(stage)
         if limit is None or isinstance(limit, int):
             return limit
+        num_steps = self._num_steps(stage, loader)
         if num_steps is None:
             raise DataError(
                 f"a limit of {limit} of the {stage} batches needs data with a length; give a whole number of batches"
@@ -99,10 +96,11 @@ class TrainerData:
             loader: Its loader.
             reads_ahead: True if the loop reads one batch ahead, to detect the last one.
         """
-        context, progress, reader = self._context, self._context.progress, self._reader(self.key(stage))
+        context, progress = self._context, self._context.progress
+        reader = self._readers[self.key(stage) if context.run.data_set else stage]
         share = context.process.share
         if stage != "train":
-            limit = self._limit(stage, self._num_steps(stage, loader))
+            limit = self._limit(stage, loader)
             if isinstance(loader, StreamLoader) or self._divides(loader, reader):
                 loader = self._streamed(loader)
                 return _first(limit, loader, reader.batches(loader, epoch=0, start=0, is_running=False))
@@ -112,7 +110,7 @@ class TrainerData:
         if progress.batch == 0:
             share = context.process.share = replace(share, start_step=0, used=0)
             self._is_seeded = share.num_replicas > 1
-        limit = self._limit(stage, self._num_steps(stage, loader))
+        limit = self._limit(stage, loader) if self.limits else None
         rank, start = share.turn(progress.batch)
         if isinstance(loader, StreamLoader) or self._divides(loader, reader):
             loader, start = self._streamed(loader), share.position(progress.batch)
@@ -127,12 +125,12 @@ class TrainerData:
         batches = reader.batches(
             loader, epoch=progress.epoch, start=start, is_running=progress.batch > 0, reads_ahead=reads_ahead
         )
-        return _first(None if limit is None else limit - progress.batch, loader, batches)
+        return batches if limit is None else _first(limit - progress.batch, loader, batches)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the seed of the order, and the position in the data of training and validation."""
         context = self._context
-        train = self._reader("train")
+        train = self._readers["train"]
         train_loader = self.loaders.get("train", (None, None))[1]
         # By the name of the data set, which is empty if there is only one.
         valid = {key.removeprefix("valid").lstrip(): self._valid_state(key) for key in {"valid", *self._valid_keys()}}
@@ -151,24 +149,24 @@ class TrainerData:
         """Restore the state returned by `state_dict`; progress must be restored before."""
         context = self._context
         context.state["order_seed"] = restore(state, "order_seed", int, 0)
-        restore(state, "epoch_start", self._reader("train").load_state_dict, {})
+        restore(state, "epoch_start", self._readers["train"].load_state_dict, {})
         # Checkpoints of earlier versions lack this key; their groups of processes used the seed.
         num_processes = (state["epoch_start"].get("share") or [1])[0]
         self._is_seeded = restore({"is_seeded": num_processes > 1, **state}, "is_seeded", bool, False)
         if state.get("valid_data") is not None:
-            restore(state, "valid_data", self._reader("valid").load_state_dict, {})
+            restore(state, "valid_data", self._readers["valid"].load_state_dict, {})
         for name, saved in restore({"valid_sets": {}, **state}, "valid_sets", dict, {}).items():
             if saved is not None:
                 with restoring(f"valid_sets.{name}"):
-                    self._reader(f"valid {name}").load_state_dict(saved)
+                    self._readers[f"valid {name}"].load_state_dict(saved)
         start_step = context.progress.batch
         used = restore({"used": start_step, **state}, "used", operator.index, 0)
         context.process.share = replace(context.process.share, start_step=start_step, used=used)
 
     def reset(self) -> None:
-        """Forget the running pass, because a new run starts. Only these two stages can be continued."""
-        for key in ("train", "valid", *self._valid_keys()):
-            self._reader(key).reset()
+        """Forget the running passes, because a new run starts."""
+        for reader in self._readers.values():
+            reader.reset()
 
     def _valid_keys(self) -> list[str]:
         """Return the keys of the validation sets that have a name."""
@@ -176,15 +174,15 @@ class TrainerData:
 
     def _valid_state(self, key: str) -> dict[str, Any] | None:
         """Return the state of a validation loader; None if the seed of the order determines the next pass."""
-        reader = self._reader(key)
+        reader = self._readers[key]
         loader = reader.own(self.loaders.get(key, (None, None))[1])
         return reader.state_dict(loader, is_running=False) if reader.has_state(loader) else None
 
     def _divides(self, loader: Any, reader: Reader) -> bool:
         """Return whether a loader with its own position is read as a stream: if several processes divide the epoch."""
-        if not keeps_place(loader) or is_shared_already(loader) or is_torchdata_loader(loader):
+        if self._context.process.share.num_replicas == 1 and not reader.reads_stream:
             return False
-        return self._context.process.share.num_replicas > 1 or reader.reads_stream
+        return keeps_place(loader) and not is_shared_already(loader) and not is_torchdata_loader(loader)
 
     def _streamed(self, loader: Any) -> StreamLoader:
         """Return the part of a stream that this process reads."""
@@ -217,6 +215,14 @@ class TrainerData:
             part = shared(loader, share.num_replicas, rank, seed)
             self._parts[rank] = (loader, part, (share.num_replicas, is_seeded))
         return part
+
+
+class _Readers(dict[str, Reader]):
+    """Readers by key, created when they are first needed."""
+
+    def __missing__(self, key: str) -> Reader:
+        reader = self[key] = Reader(resumable=key == "train")
+        return reader
 
 
 # The key of a part of a stream, among parts by rank.

@@ -66,8 +66,9 @@ def place_model(
     is_known = placed is not None and placed() is model and memory_format is None
     # In a run of a few steps, moving a model that is already in place takes as long as a batch.
     if placed is not None and is_known:
-        tensors = chain(model.parameters(), model.buffers())
-        if not torch.accelerator.is_available() or all(it.device == device for it in tensors):
+        if not torch.accelerator.is_available():
+            return placed
+        if all(it.device == device for it in chain(model.parameters(), model.buffers())):
             return placed
     check_device(device)
     model.to(device)

@@ -110,10 +110,11 @@ class Reader:
             # The trainer's position counts: of several processes each has its own.
             _set_epoch(loader, epoch)
         self._start = state if is_running else self._sources(loader)
+        batches: Iterable[Any]
         if keeps_place(loader):
             batches = self._stateful_batches(loader, state, now)
         else:
-            batches = cast(Iterable[Any], iterate_from(loader, start) if is_running else loader)
+            batches = iterate_from(loader, start) if is_running else loader
         # After the order was drawn: the generators of the dataset continue from the last sample that was read.
         if state.get("private_now"):
             set_generator_states(_private_sources(loader), state["private_now"])

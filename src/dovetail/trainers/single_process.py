@@ -422,7 +422,8 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
 
     def _loader(self, stage: Stage) -> Any:
         """Return the loader of a stage; it is built once for the data of the stage."""
-        known, loader = self._data.loaders.get(self._data.key(stage), (None, None))
+        key = self._data.key(stage) if self.context.run.data_set else stage
+        known, loader = self._data.loaders.get(key, (None, None))
         if known is None or known is not source_of(self, stage):
             return form_loader(self, self._data, stage)
         return loader

@@ -61,7 +61,8 @@ class Trainer(SingleProcessTrainer):
 
     def _repr_html_(self) -> str:
         """Return the text of `explain` as HTML, for notebooks."""
-        return f"<pre>{escape(self.explain())}</pre>"
+        # Notebooks show `pre` in the font of the text, in which the branches of the tree do not meet.
+        return f'<pre style="font-family: monospace; line-height: 1.2">{escape(self.explain())}</pre>'
 
     def train(self, trainset: Any = None, sampler: Any = None) -> float:
         """Train up to `num_epochs` and return the seconds it took; with `max_concurrency`, in a separate process.

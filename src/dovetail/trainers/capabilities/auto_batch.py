@@ -63,6 +63,8 @@ class AutoBatch(Capability):
 
     # The largest number of samples that fitted, by stage.
     _sizes: dict[str, int]
+    _is_active: bool
+    _is_inside_part: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._sizes = {}
