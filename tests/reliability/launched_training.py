@@ -1,6 +1,6 @@
 """Training in processes that Dovetail starts: `python launched_training.py FOLDER [holds]`.
 
-Both workers write their numbers to a file of the folder, and then wait for ever inside of their second batch.
+Both workers write their numbers to a file of the folder, and then wait inside of their second batch.
 """
 
 from __future__ import annotations
