@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from dovetail.printing import quiet
 from dovetail.runtime.signals import preserved_handlers
 
-__all__ = ["RunResult", "run_workers"]
+__all__ = ["RunResult", "open_store", "run_workers"]
 
 # Seconds in which workers finish their update and save after a stop request.
 _GRACE = 30
@@ -65,6 +65,17 @@ def run_workers(
             return int(error.sigval)
 
 
+def open_store() -> tuple[Any, int]:
+    """Return a new rendezvous store on the loopback interface, and its port."""
+    # The store takes over a socket that is bound already, so that no other process can take the port in between.
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(  # type: ignore[attr-defined]  # torch exports it, but not to mypy
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    return store, port
+
+
 class _Loopback(RendezvousHandler):
     """A rendezvous on this machine only, with a new store for every attempt."""
 
@@ -82,12 +93,7 @@ class _Loopback(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Open a store for the next attempt: the previous store contains the addresses of ended processes."""
-        # The store takes over a socket that is bound already, so that no other process can take the port in between.
-        listener = socket.create_server(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-        self._store = dist.TCPStore(  # type: ignore[attr-defined]  # torch exports it, but not to mypy
-            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        self._store, port = open_store()
         return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo("127.0.0.1", port))
 
     def is_closed(self) -> bool:

@@ -1,5 +1,8 @@
 """Launcher of training in several processes on this machine.
 
+Every entry point has new processes, so nothing of a run is left in the next one. On Linux they are forked from a
+process that has imported torch and that stays until the program ends; elsewhere they are new interpreters.
+
 The trainer and its data are pickled and sent to the workers through a socket that only this user can open. The workers
 never unpickle a file. They return only data: a checkpoint in a temporary folder.
 """
@@ -8,7 +11,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
+import sys
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +29,8 @@ import cloudpickle
 from dovetail import checkpoint as store
 from dovetail.distributed import PeerError
 from dovetail.errors import ConfigError
-from dovetail.runtime.elastic import RunResult, run_workers
+from dovetail.runtime.elastic import run_workers
+from dovetail.runtime.forked_group import become_worker, run_group
 from dovetail.runtime.relay import (
     TrainingProcessError,
     apply_worker_settings,
@@ -40,11 +46,13 @@ from dovetail.trainers.context import Plan
 from dovetail.trainers.transfer import apply_trained_state, initial_state, set_initial_state, trained_state
 
 _RESULT, _INTERRUPTED = "result", "interrupted"
+# Forks of a process that has imported libraries of Apple are not safe, and Windows has none.
+_FORKS = sys.platform == "linux"
 
 
 @dataclass(frozen=True)
 class ProcessLauncher:
-    """Starts the processes of a run on this machine with torch's elastic launcher.
+    """Starts the processes of a run on this machine.
 
     Attributes:
         num_processes: The number of processes.
@@ -68,10 +76,8 @@ class ProcessLauncher:
             found = json.dumps(worker_settings(self.num_processes)).encode()
             with _serve_messages((found, message), Path(folder, "socket")):
                 # The socket stays open as long as workers run, because restarted ones connect again.
-                outcome = run_workers(
-                    ("-m", "dovetail.trainers.worker", folder), self.num_processes, folder, self.max_restarts
-                )
-            if isinstance(outcome, RunResult) and outcome.is_failed():
+                outcome = self._run(folder)
+            if isinstance(outcome, dict) and outcome:
                 raise _failure(Path(folder), outcome)
             result = Path(folder, _RESULT)
             if result.exists():
@@ -81,6 +87,23 @@ class ProcessLauncher:
             if number is not None:
                 raise Interrupted(number)
             return returned
+
+    def _run(self, folder: str) -> dict[int, int] | int:
+        """Run the processes, and return the exit codes of failed ones by rank, or the signal that ended them."""
+        if _FORKS:
+            return run_group(f"{__name__}:work_forked", [folder], self.num_processes, self.max_restarts)
+        command = ("-m", "dovetail.trainers.worker", folder)
+        outcome = run_workers(command, self.num_processes, folder, self.max_restarts)
+        if isinstance(outcome, int):
+            return outcome
+        return {rank: end.exitcode for rank, end in outcome.failures.items()}
+
+
+def work_forked(descriptors: Sequence[int], details: Mapping[str, Any]) -> None:
+    """Run a forked worker process."""
+    become_worker(descriptors, details)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    work(Path(*details["arguments"]))
 
 
 def work(folder: Path) -> None:
@@ -144,19 +167,19 @@ def _planned(trainer: Trainer, arguments: Mapping[str, Any]) -> Plan:
     return trainer.plan(**{name: arguments[name] for name in ("max_length", "validation_period", "checkpoint_period")})
 
 
-def _failure(folder: Path, outcome: RunResult) -> Exception:
+def _failure(folder: Path, exit_codes: Mapping[int, int]) -> Exception:
     """Return the error of a worker: its own if there is one, else the signal that killed it, else a report about it."""
     errors = [load_error(path) for path in sorted(folder.glob("failure-*.json"))]
     # A PeerError only reports that another process is gone; the error of that process is the cause.
     own = [each for each in errors if each["name"] != PeerError.__name__]
-    killed = {rank: end for rank, end in outcome.failures.items() if end.exitcode < 0}
+    killed = {rank: signal.Signals(-code).name for rank, code in exit_codes.items() if code < 0}
     if not own and killed:
-        ends = " and ".join(f"rank {rank} was ended by {end.signal_name()}" for rank, end in sorted(killed.items()))
+        ends = " and ".join(f"rank {rank} was ended by {name}" for rank, name in sorted(killed.items()))
         return TrainingProcessError(f"{ends}, which ended the run")
     if own or errors:
         # File names are ordered by attempt, so the last one is from the last attempt.
         return rebuild_error((own or errors)[-1])
-    codes = " and ".join(f"rank {rank} ended with exit code {end.exitcode}" for rank, end in outcome.failures.items())
+    codes = " and ".join(f"rank {rank} ended with exit code {code}" for rank, code in exit_codes.items())
     return TrainingProcessError(f"{codes}, without a result")
 
 

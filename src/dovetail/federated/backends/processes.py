@@ -22,11 +22,12 @@ from torch import Tensor
 
 from dovetail.errors import ConfigError
 from dovetail.federated.backends.base import Work, Worker
-from dovetail.federated.backends.fork_server import ForkServer, fork_server
+from dovetail.federated.backends.fork_server import fork_server
 from dovetail.federated.backends.pool import LostWorker, Pool, WorkerError, WorkerHandle, WorkerReport
 from dovetail.federated.backends.sequential import fault, run_client
 from dovetail.federated.backends.shared_memory import NOTE_SIZE, Block, Mailbox, PackedMessage, pack, unpack
 from dovetail.runtime.cores import num_cores
+from dovetail.runtime.fork_server import ForkServer
 from dovetail.runtime.processes import describe_exit
 from dovetail.runtime.relay import apply_worker_settings, describe_error, rebuild_error, worker_settings
 from dovetail.runtime.signals import install_handlers_once
@@ -201,12 +202,13 @@ def _pack_content(content: Any, known: Mapping[int, int] | None = None) -> Packe
 # ------------------------------------------------------------------ in a worker
 
 
-def run_worker(descriptors: Sequence[int]) -> None:
+def run_worker(descriptors: Sequence[int], details: Mapping[str, Any]) -> None:
     """Run a worker, from the first message to the last.
 
     Args:
         descriptors: The descriptors of the socket, of the blocks of the client and of rounds, and of the mailboxes for
             tasks and for answers.
+        details: Empty.
     """
     connection = socket.socket(fileno=descriptors[0])
     worker_block, shared = map(Block, descriptors[1:3])
