@@ -19,9 +19,8 @@ from dovetail import Updates
 from dovetail.data import PackedRows, pack
 from dovetail.huggingface import GenerateSamples
 from dovetail.trainers import Trainer
-from dovetail.trainers.strategies import CosineAnnealingLRSchedulerStrategy, WarmupSchedulerStrategy
 
-END, VOCABULARY, BLOCK, UPDATES = 256, 257, 64, 150
+END, VOCABULARY, BLOCK = 256, 257, 64
 
 
 class ByteTokenizer:
@@ -49,13 +48,13 @@ def documents() -> tuple[PackedRows, PackedRows]:
 
 def main() -> None:
     train, valid = documents()
-    cosine = CosineAnnealingLRSchedulerStrategy(T_max=UPDATES - 20, interval="update")
     generate = GenerateSamples(["def main"], ByteTokenizer(), 60, do_sample=True, pad_token_id=END)
     trainer = Trainer(
         llama,
         "cpu",
         optimizer=partial(AdamW, lr=5e-3, weight_decay=0.1),
-        lr_scheduler_strategy=WarmupSchedulerStrategy(20, 0.0, cosine, interval="update"),
+        lr_scheduler="cosine",
+        warmup=20,
         metrics=["perplexity"],
         callbacks=[generate],
         batch_size=8,
@@ -63,7 +62,7 @@ def main() -> None:
         num_workers=0,
         seed=0,
     )
-    history = trainer.fit(train, valid, max_length=Updates(UPDATES))
+    history = trainer.fit(train, valid, max_length=Updates(150))
     print(f"\n{generate.samples[-1]['text']}\n")
 
     labels = valid.tensors["labels"]
