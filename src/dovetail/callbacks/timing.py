@@ -122,9 +122,8 @@ class Timer(Callback):
         # Differences, because an epoch may have been resumed in its middle.
         self._trained["seconds"] += seconds - self._validating
         self._trained["batches"] += context.progress.batches - before.batches
-        records = context.progress.records - before.records
-        self._trained["records"] += records
-        self._trained["tokens"] += records * context.run.meter.tokens_per_sample
+        self._trained["records"] += context.progress.records - before.records
+        self._trained["tokens"] += context.progress.tokens - before.tokens
         return seconds
 
     def _per_second(self, what: str) -> float:

@@ -19,7 +19,7 @@ from dovetail.errors import ConfigError, DataError, add_note
 from dovetail.trainers.context import Plan, TrainingContext
 from dovetail.trainers.metrics import Metric, are_classes
 from dovetail.trainers.named_metrics import Perplexity
-from dovetail.units import Epochs, Progress, counted
+from dovetail.units import Epochs, Progress, Tokens, counted
 
 # The loss that a configuration names, for a strategy without its own.
 _LOSS_KEY = "loss_criterion"
@@ -102,6 +102,20 @@ def check_output(output: Any, *, optimized: bool, optimizers: Iterable[Optimizer
             "train_step: the loss does not depend on any parameter that requires a gradient: look for .detach(), "
             ".item() or torch.no_grad()"
         )
+
+
+def check_tokens(plan: Plan, output: Mapping[str, Any]) -> None:
+    """Raise if a length or period is in tokens and the first step of an epoch does not count tokens."""
+    for name, unit in (
+        ("max_length", plan.max_length),
+        ("validation_period", plan.validate),
+        ("checkpoint_period", plan.save),
+    ):
+        if isinstance(unit, Tokens) and "num_tokens" not in output:
+            raise ConfigError(
+                f"{name}: {unit} is never reached, because no tokens are counted: give batches with 'input_ids', or "
+                "return 'num_tokens' from train_step"
+            )
 
 
 def explain_backward(error: RuntimeError) -> Exception:

@@ -26,6 +26,7 @@ from dovetail.trainers.fitting import check_kind, restoring
 from dovetail.trainers.metrics import Meter
 from dovetail.trainers.randomness import rng_state, seed_everything, set_rng_state
 from dovetail.trainers.reading import join_positions
+from dovetail.units import Tokens
 
 
 class DataParallel(Capability):
@@ -238,21 +239,30 @@ class DataParallel(Capability):
         context, turn = self.context, self._turn
         notes = context.run.batch
         if context.progress.batch >= turn.own:
-            notes.num_samples, notes.is_idle = 0, False
+            notes.num_samples, notes.num_tokens, notes.is_idle = 0, 0, False
             # Restore the RNG: an idle batch must not consume random numbers.
             set_rng_state(turn.randomness)
         if not context.run.window.closes:
             turn.samples += notes.num_samples
-            notes.num_records = 0
+            turn.tokens += int(notes.num_tokens)
+            notes.num_records = notes.num_tokens = 0
             return
+        # A step that calls `context.backward` returns its tokens after the gradients were sent.
+        late = int(notes.num_tokens) if notes.optimized and turn.extras is not None else 0
         if turn.extras is None:
             # No optimizer stepped, in any process.
-            extras = torch.tensor([turn.samples + notes.num_samples, *self._flags()], dtype=torch.float64)
+            counts = turn.samples + notes.num_samples, *self._flags(), 0, turn.tokens + int(notes.num_tokens)
+            extras = torch.tensor(counts, dtype=torch.float64)
             group.sum(extras)
             turn.extras = extras.tolist()
-        records, *flags = turn.extras
-        turn.samples, turn.extras, turn.gradients = 0, None, None
-        notes.num_records = round(records)
+        records, *flags, high, low = turn.extras
+        turn.samples, turn.tokens, turn.extras, turn.gradients = 0, late, None, None
+        notes.num_records, notes.num_tokens = round(records), round(high) * _TOKEN_UNIT + round(low)
+        if notes.optimized and self._plans_by_tokens():
+            # Otherwise these tokens are sent with the next update.
+            sums = torch.tensor([late], dtype=torch.int64)
+            group.sum(sums)
+            turn.tokens, notes.num_tokens = 0, notes.num_tokens + int(sums)
         if flags[0]:
             self._apply_stop_request(flags)
 
@@ -319,7 +329,7 @@ class DataParallel(Capability):
         if layout is None or layout.optimizer is not optimizer or not layout.is_whole:
             layout = self._layouts[id(optimizer)] = _Layout(optimizer, self._bucket_size)
         if context.progress.batch >= turn.own:
-            weight, samples = 0, turn.samples
+            weight, samples, tokens = 0, turn.samples, turn.tokens
             if turn.gradients is not None:
                 weight = turn.items
                 for parameter, gradient in turn.gradients:
@@ -327,11 +337,18 @@ class DataParallel(Capability):
         else:
             weight = context.run.window.items if context.run.window.size > 1 else context.run.num_items
             samples = turn.samples + context.run.batch.num_samples
+            tokens = turn.tokens + int(context.run.batch.num_tokens)
         flags = _NO_STOP_REQUEST if context.run.stop_request is None else self._flags()
-        extras = layout.average(group, weight, [samples, *flags])
+        # In two parts, because large numbers are not exact in float32.
+        extras = layout.average(group, weight, [samples, *flags, tokens // _TOKEN_UNIT, tokens % _TOKEN_UNIT])
         context.run.batch.num_averaged = layout.weight
         if turn.extras is None:
             turn.extras = extras
+
+    def _plans_by_tokens(self) -> bool:
+        """Return whether the length or a period of the run is in tokens."""
+        plan = self.context.run.plan
+        return plan is not None and any(isinstance(it, Tokens) for it in (plan.max_length, plan.validate, plan.save))
 
     def _flags(self) -> list[float]:
         """Return whether this process received a stop request, by SIGINT, by SIGTERM, as numbers."""
@@ -354,7 +371,7 @@ class DataParallel(Capability):
 class _StepState:
     """State of this process in the running step."""
 
-    __slots__ = ("agreed", "extras", "gradients", "items", "own", "randomness", "samples")
+    __slots__ = ("agreed", "extras", "gradients", "items", "own", "randomness", "samples", "tokens")
 
     def __init__(self) -> None:
         # The steps of an epoch, if all processes reported the same number.
@@ -363,6 +380,8 @@ class _StepState:
         self.own: float = inf
         # Samples of the batches of the running accumulation window before this one.
         self.samples = 0
+        # Tokens of these batches, and of a last batch whose tokens were returned after its gradients were sent.
+        self.tokens = 0
         # Gradients and items of the running window, if this process has batches for only a part of it.
         self.gradients: list[tuple[Tensor, Tensor | None]] | None = None
         self.items: Any = 0
@@ -378,7 +397,7 @@ class _Layout:
     Optimized for the step of a small model, in which every Python call counts: `map` and `operator` make none.
     """
 
-    def __init__(self, optimizer: Optimizer, bucket_size: int, num_extras: int = 4) -> None:
+    def __init__(self, optimizer: Optimizer, bucket_size: int, num_extras: int = 6) -> None:
         self.optimizer = optimizer
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.num_trained = sum(map(_REQUIRES_GRAD, self.parameters))
@@ -475,6 +494,8 @@ class _Bucket:
 _GRAD, _REQUIRES_GRAD, _IS_SPARSE = attrgetter("grad"), attrgetter("requires_grad"), attrgetter("is_sparse")
 _PARAMS = itemgetter("params")
 _NO_STOP_REQUEST = (0.0, 0.0, 0.0)
+# Sums of quotients and remainders by this number are exact in float32, for up to 4,096 processes.
+_TOKEN_UNIT = 4096
 
 
 def _any(group: Group, holds: bool) -> bool:
