@@ -78,7 +78,7 @@ OPTIONS: Mapping[str, str] = {
     "random_state": "seed",
     "max_train_steps": _UPDATES,
     **dict.fromkeys(("limit_test_batches", "limit_predict_batches"), "give evaluate or predict fewer samples"),
-    "sync_batchnorm": "give the trainer nn.SyncBatchNorm.convert_sync_batchnorm(model), which needs CUDA devices",
+    "sync_batchnorm": "give it to the layer, DDPTrainer(trainer, sync_batchnorm=True)",
     "check_val_every_n_epoch": _VALIDATION,
     "val_check_interval": _VALIDATION,
     "eval_strategy": _VALIDATION,

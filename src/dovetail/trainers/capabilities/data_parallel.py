@@ -20,12 +20,15 @@ from dovetail.distributed import Group, PeerError, is_launched
 from dovetail.errors import ConfigError
 from dovetail.runtime.seeds import derive_seed
 from dovetail.trainers.base import Launcher
+from dovetail.trainers.capabilities.auto_batch import AutoBatch
 from dovetail.trainers.capabilities.core import Capability
 from dovetail.trainers.context import Stage
 from dovetail.trainers.fitting import check_kind, restoring
 from dovetail.trainers.metrics import Meter
+from dovetail.trainers.preserve_state import layers
 from dovetail.trainers.randomness import rng_state, seed_everything, set_rng_state
 from dovetail.trainers.reading import join_positions
+from dovetail.trainers.synced_norm import NormSync
 from dovetail.units import Tokens
 
 
@@ -44,6 +47,7 @@ class DataParallel(Capability):
         num_processes: The number of processes to start; None means those that `torchrun` started, or only this one.
         max_restarts: How often a group that lost a process is restarted; it continues from the newest checkpoint.
         bucket_size: Bytes of gradients per message.
+        sync_batchnorm: True to normalise by the batches of all processes in `nn.BatchNorm`, in training, on any device.
 
     Example:
         >>> import torch
@@ -57,6 +61,8 @@ class DataParallel(Capability):
     num_processes: int | None
     max_restarts: int
     _bucket_size: int
+    _syncs_norms: bool
+    _norm_sync: NormSync | None
     _devices: list[torch.device]
     _group: Group | None
     _turn: _StepState
@@ -68,6 +74,7 @@ class DataParallel(Capability):
         num_processes: int | None = None,
         max_restarts: int = 0,
         bucket_size: int = 25 * 2**20,
+        sync_batchnorm: bool = False,
         **kwargs: Any,
     ) -> None:
         for name, value, least in (("num_processes", num_processes, 1), ("max_restarts", max_restarts, 0)):
@@ -77,7 +84,10 @@ class DataParallel(Capability):
         if max_restarts and num_processes is None:
             raise ConfigError("max_restarts: only processes that the trainer starts are restarted; give num_processes")
         self.max_restarts = max_restarts
+        if not isinstance(sync_batchnorm, bool):
+            raise ConfigError(f"sync_batchnorm: expected True or False, got {sync_batchnorm!r}")
         self._bucket_size = bucket_size
+        self._syncs_norms, self._norm_sync = sync_batchnorm, None
         self._devices = []
         self._group = None
         self._turn = _StepState()
@@ -117,6 +127,15 @@ class DataParallel(Capability):
         context.state["order_seed"] = group.exchange({"seed": context.state["order_seed"]})[0]["seed"]
         super().setup()
         self._start_alike(group)
+        if self._syncs_norms and group.size > 1 and context.model is not None:
+            assert context.run.trainer is not None
+            if any(isinstance(layer, AutoBatch) for layer in layers(context.run.trainer)):
+                raise ConfigError(
+                    "sync_batchnorm: a process whose AutoBatch layer cuts a batch would compute more often than the "
+                    "others, and all would wait for each other; leave out one of the two"
+                )
+            self._norm_sync = NormSync(group, context, self._loss_weight)
+            self._norm_sync.install(context.model)
         if is_fresh and group.rank:
             # Dropout and augmentation must draw different numbers in every process.
             seed_everything(derive_seed(context.state["order_seed"], 0, group.rank, rule="rank"))
@@ -132,6 +151,9 @@ class DataParallel(Capability):
                 group.tell_failure(error)
             super().teardown(error)
         finally:
+            if self._norm_sync is not None:
+                self._norm_sync.remove()
+                self._norm_sync = None
             if group is not None:
                 if isinstance(error, Exception):
                     group.leave()
@@ -305,6 +327,11 @@ class DataParallel(Capability):
         assert model is not None
         with torch.no_grad():
             group.copy_first([*model.parameters(), *model.buffers()])
+
+    def _loss_weight(self) -> Any:
+        """Return the weight of the loss of this process in the average of the gradients, up to a common factor."""
+        window = self.context.run.window
+        return window.expected if window.size > 1 else self.context.run.num_items
 
     def _store_gradients(self) -> None:
         """Store the gradients of the running window, before an idle batch with weight zero adds to them."""

@@ -276,6 +276,10 @@ class ShardedDataParallel(DataParallel):
     def _own_items(self) -> Any:
         return self._items if self._is_idle() else self._items + self.context.run.num_items
 
+    def _loss_weight(self) -> Any:
+        # `backward` has multiplied the loss by its items.
+        return super()._loss_weight() if self._mesh is None else 1.0
+
     def _store_gradients(self) -> None:
         """Do nothing: the loss of an idle batch has weight zero and does not change the gradients."""
         if self._mesh is None:
