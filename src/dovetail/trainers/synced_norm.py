@@ -70,12 +70,12 @@ class _SyncedForward:
         # The copy of a model, such as an average of its weights, has the same group and its own module.
         return _SyncedForward(copy.deepcopy(self._module, memo), self._sync)
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch has no types for it
     def __call__(self, inputs: Tensor) -> Tensor:
         module, sync = self._module, self._sync
         if not module.training or not sync.is_training:
             return type(module).forward(module, inputs)
-        module._check_input_dim(inputs)
+        module._check_input_dim(inputs)  # type: ignore[no-untyped-call]  # torch has no types for it
         outputs, mean, variance = _SyncedNorm.apply(inputs, module.weight, module.bias, module.eps, sync)  # type: ignore[no-untyped-call]  # torch has no types for it
         if module.track_running_stats:
             _update(module, mean, variance)
@@ -116,7 +116,7 @@ class _SyncedNorm(torch.autograd.Function):
         rows = own.new_zeros(sync.group.size, len(own))
         rows[sync.group.rank] = own
         sync.group.sum(rows)
-        means, squares, counts = rows.split([inputs.shape[1], inputs.shape[1], 1], dim=1)
+        means, squares, counts = torch.split(rows, [inputs.shape[1], inputs.shape[1], 1], dim=1)
         total = counts.sum()
         if total <= 1:
             raise ValueError(
@@ -138,7 +138,7 @@ class _SyncedNorm(torch.autograd.Function):
         return outputs.to(inputs.dtype), mean, variance
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]  # torch has no types for it
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight, mean, inverse, total = ctx.saved_tensors
         dims, shape = _dims(inputs)
