@@ -69,7 +69,7 @@ class StepFlops(Callback):
             self._mode = FlopCounterMode(display=False)
             # Without global hooks on modules, with which no step can be compiled: only the total is needed.
             self._mode.mod_tracker = cast(ModuleTracker, _OneModule())
-            self._mode.__enter__()
+            self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch has no types for it
 
     def on_step_end(self, context: TrainingContext, output: Mapping[str, Any]) -> None:
         total, num_samples = self.close(), context.run.batch.num_samples
@@ -85,7 +85,7 @@ class StepFlops(Callback):
         mode, self._mode = self._mode, None
         if mode is None:
             return None
-        mode.__exit__(None, None, None)
+        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch has no types for it
         return mode.get_total_flops()
 
 

@@ -221,8 +221,8 @@ def train_epoch(context: TrainingContext) -> dict[str, float]:
     until_report, report_by = plan.report, monotonic() + _SLOWEST_REPORT
     is_first = True
 
+    notes.number = progress.batch
     for batch in lookahead or trainer.batches("train"):
-        notes.number = progress.batch
         for hook in on_step_start:
             hook(context, batch)
         batch = to_device(batch)
@@ -279,6 +279,8 @@ def train_epoch(context: TrainingContext) -> dict[str, float]:
             if run.stop_reason is not None or (acts_inside and plan.max_length.reached(progress)):
                 run.interrupted = True
                 break
+        # At the end, so that an error in reading the next batch is reported with its number.
+        notes.number = progress.batch
 
     _report(context)
     check_pass(progress, total, is_complete=window.closes)
