@@ -100,7 +100,7 @@ OPTIONS: Mapping[str, str] = {
     "detect_anomaly": "write torch.autograd.set_detect_anomaly(True) before fit",
     "deterministic": "write torch.use_deterministic_algorithms(True) before fit; seed=… fixes the random numbers",
     "benchmark": "write torch.backends.cudnn.benchmark = True before fit",
-    "auto_lr_find": "write LRFinder(trainer).find()",
+    "auto_lr_find": "write find_learning_rate(trainer)",
     "auto_scale_batch_size": "write find_batch_size(trainer)",
     "gradient_checkpointing": "call the model's own method, such as model.gradient_checkpointing_enable()",
     "logging_dir": _TENSORBOARD,
