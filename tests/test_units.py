@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from dovetail import Batch, Batches, Epoch, Epochs, Progress, Record, Records, Updates
+from dovetail import Batch, Batches, Epoch, Epochs, Progress, Record, Records, Tokens, Updates
 from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.units import counted, parse_unit
 
@@ -23,6 +23,8 @@ def test_a_length_is_reached_by_its_counter() -> None:
     assert Batches(23).reached(progress)
     assert not Records(185).reached(progress)
     assert Updates(11).reached(progress)
+    assert not Tokens(1).reached(progress)
+    assert Tokens(5).reached(Progress(tokens=5))
 
 
 @pytest.mark.parametrize(("before", "now", "due"), [(0, 9, False), (9, 10, True), (10, 19, False), (8, 31, True)])
@@ -49,6 +51,7 @@ def test_a_schedule_is_rejected_as_a_length() -> None:
 
 def test_a_unit_is_read_from_its_file_form() -> None:
     assert parse_unit({"records": 64}) == Records(64)
+    assert parse_unit({"tokens": 10**9}) == Tokens(10**9)
     assert parse_unit(Epochs(3)) == Epochs(3)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dovetail.errors import InvalidHP
 from dovetail.info import ClusterInfo, TrialInfo, get_cluster_info
-from dovetail.units import Batch, Batches, Epoch, Epochs, Progress, Record, Records, Update, Updates
+from dovetail.units import Batch, Batches, Epoch, Epochs, Progress, Record, Records, Token, Tokens, Update, Updates
 
 if TYPE_CHECKING:
     from dovetail.data import DataLoader
@@ -37,6 +37,8 @@ __all__ = [
     "Record",
     "Records",
     "SingleProcess",
+    "Token",
+    "Tokens",
     "Trainer",
     "TrainingContext",
     "TrialContext",

@@ -23,6 +23,8 @@ __all__ = [
     "Progress",
     "Record",
     "Records",
+    "Token",
+    "Tokens",
     "TrainUnit",
     "Update",
     "Updates",
@@ -42,6 +44,9 @@ class Progress:
         records: Samples since the start of training.
         updates: Real optimizer steps since the start of training. A step that a gradient scaler skipped and the
             earlier micro-batches of an accumulation window do not count.
+        tokens: Tokens since the start of training, if steps count them: with `input_ids` in the batches, or with
+            `num_tokens` in the output of `train_step`. It is up to date after every update if a length or period is in
+            tokens, and else at every report, validation and checkpoint.
     """
 
     epoch: int = 0
@@ -49,6 +54,7 @@ class Progress:
     batches: int = 0
     records: int = 0
     updates: int = 0
+    tokens: int = 0
 
     def state_dict(self) -> dict[str, int]:
         """Return the counters as plain numbers."""
@@ -57,19 +63,20 @@ class Progress:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Set the counters from `state`."""
         for field in fields(self):
-            count = int(state[field.name])
+            # Checkpoints of earlier versions have no tokens.
+            count = int(state.get(field.name, 0) if field.name == "tokens" else state[field.name])
             if not 0 <= count < 1 << 63:
                 raise ValueError(f"{field.name}: expected a number from 0 to 2**63, got {count}")
             setattr(self, field.name, count)
 
     def copy(self) -> Progress:
         """Return a copy of the counters."""
-        return Progress(self.epoch, self.batch, self.batches, self.records, self.updates)
+        return Progress(self.epoch, self.batch, self.batches, self.records, self.updates, self.tokens)
 
 
 @dataclass(frozen=True)
 class TrainUnit:
-    """A number of epochs, batches, records or updates: a length, a period, or a schedule.
+    """A number of epochs, batches, records, updates or tokens: a length, a period, or a schedule.
 
     An integer is a length (`max_length=Epochs(10)`) or a period (`validation_period=Batches(100)`, due at every
     multiple; 0 is never due). A container is an explicit schedule: due at each number that it contains.
@@ -147,13 +154,26 @@ class Updates(TrainUnit):
     counter = "updates"
 
 
+class Tokens(TrainUnit):
+    """Training tokens, if steps count them: with `input_ids` in the batches, or `num_tokens` in a step's output."""
+
+    counter = "tokens"
+
+
 # Determined's names.
 Epoch = Epochs
 Batch = Batches
 Record = Records
 Update = Updates
+Token = Tokens
 
-_UNITS: dict[str, type[TrainUnit]] = {"epochs": Epochs, "batches": Batches, "records": Records, "updates": Updates}
+_UNITS: dict[str, type[TrainUnit]] = {
+    "epochs": Epochs,
+    "batches": Batches,
+    "records": Records,
+    "updates": Updates,
+    "tokens": Tokens,
+}
 
 
 def parse_unit(value: TrainUnit | Mapping[str, int], name: str = "length") -> TrainUnit:

@@ -734,5 +734,5 @@ def test_an_error_in_a_worker_names_the_line_of_the_dataset() -> None:
     with pytest.raises(KeyError) as caught:
         list(DataLoader(Damaged(), 2, num_workers=1))
     (note,) = caught.value.__notes__
-    assert f"raised in a data worker: {__file__}, line " in note
+    assert f"raised in data worker 0, which read batch 3 of the pass: {__file__}, line " in note
     assert "in __getitem__; num_workers=0 reads the data in this process" in note

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
-from dovetail import Batches, Epochs
-from dovetail.callbacks import Callback
+from dovetail import Batches, Epochs, Tokens
+from dovetail.callbacks import EMA, Callback
 from dovetail.compat import zae_engine
 from dovetail.distributed import PeerError
 from dovetail.errors import ConfigError
-from dovetail.trainers import AMPTrainer, DDPTrainer, SingleProcessAMP, Trainer, WholePass
+from dovetail.trainers import AMPTrainer, AutoBatchTrainer, DDPTrainer, SingleProcessAMP, Trainer, WholePass
 from dovetail.trainers.reuse import reset
 
 CASES: dict[str, Callable[..., Any]] = {}
@@ -152,12 +152,106 @@ def counted_items(folder: Path) -> Any:
     return trained(model(), data(48), train_step=train_step)
 
 
+def count_tokens(folder: Path, *, manual: bool, **settings: Any) -> Any:
+    """Train to a length in tokens, of which each sample has another number, and return progress and weights."""
+
+    def train_step(trainer: Any, batch: Any) -> dict[str, Any]:
+        inputs, targets = batch
+        loss = nn.functional.cross_entropy(trainer.model(inputs), targets)
+        if manual:
+            trainer.context.backward(loss)
+            trainer.context.step()
+        return {"loss": loss, "num_tokens": (inputs > 0).sum() * 3001}
+
+    module = model()
+    settings = {**SETTINGS, "batch_size": GLOBAL_BATCH // world(), "train_step": train_step, **settings}
+    trainer = layer(Trainer(module, "cpu", checkpoint_dir=folder / f"{manual}", **settings))
+    history = trainer.fit(
+        data(53), data(17), max_length=Tokens(1_000_000), validation_period=Tokens(300_000), checkpoint_period=Epochs(1)
+    )
+    validated = [row["batches"] for row in history if row["stage"] == "valid"]
+    return {"weights": weights(module), "metrics": validated, "progress": trainer.context.progress.state_dict()}
+
+
+@case
+def counted_tokens(folder: Path) -> Any:
+    return count_tokens(folder, manual=False)
+
+
+@case
+def tokens_of_manual_steps(folder: Path) -> Any:
+    return count_tokens(folder, manual=True)
+
+
 @case
 def weights_of_samples_and_classes(folder: Path) -> Any:
     inputs, targets = data(53)
     importance = torch.arange(53, dtype=torch.float64) % 5
     settings = {"sample_weight": True, "class_weight": {1: 3.0}, "accumulation_steps": 2}
     return trained(model(), (inputs, targets, importance), **settings)
+
+
+def synced(trainer: Trainer) -> Any:
+    return DDPTrainer(trainer, sync_batchnorm=True) if world() > 1 else trainer
+
+
+def normed_model() -> nn.Module:
+    torch.manual_seed(7)
+    norms = nn.BatchNorm1d(6), nn.BatchNorm1d(4, momentum=None), nn.BatchNorm1d(4, affine=False)
+    parts = [nn.Linear(5, 6), norms[0], nn.Tanh(), nn.Unflatten(1, (2, 3)), nn.Conv1d(2, 4, 2), norms[1], nn.Flatten()]
+    return nn.Sequential(*parts, nn.Linear(8, 4), norms[2], nn.Linear(4, 2)).double()
+
+
+def trained_with_norms(size: int, **settings: Any) -> Any:
+    """Train with synchronised batch norms, and return also their running statistics and the names of the state."""
+    module = normed_model()
+    found = trained(module, data(size), wrap=synced, **settings)
+    statistics = [number for buffer in module.buffers() for number in buffer.double().flatten().tolist()]
+    # Nothing of the layer is left in the model.
+    assert not any("forward" in vars(part) for part in module.modules())
+    return {**found, "weights": found["weights"] + statistics, "names": list(module.state_dict())}
+
+
+@case
+def synced_norms(folder: Path) -> Any:
+    # The last batch has 5 samples, of which one process has none and another one fewer than before.
+    return trained_with_norms(53)
+
+
+@case
+def synced_norms_in_windows(folder: Path) -> Any:
+    return trained_with_norms(53, accumulation_steps=2, gradient_clip=0.5)
+
+
+@case
+def synced_norms_and_counted_items(folder: Path) -> Any:
+    def train_step(trainer: Any, batch: Any) -> dict[str, Any]:
+        inputs, targets = batch
+        kept = 1 + 3 * targets
+        losses = nn.functional.cross_entropy(trainer.model(inputs), targets, reduction="none")
+        return {"loss": (losses * kept).sum() / kept.sum(), "num_items": kept.sum()}
+
+    return trained_with_norms(53, train_step=train_step)
+
+
+@case
+def synced_norms_in_low_precision(folder: Path) -> Any:
+    module = normed_model().float()
+    settings = {**SETTINGS, "learning_rate": 0.05, "batch_size": GLOBAL_BATCH // world()}
+    # The average of the weights is a copy of the model, made during the run.
+    trainer = AMPTrainer(synced(Trainer(module, "cpu", callbacks=[EMA(decay=0.5)], **settings)), precision="bf16")
+    trainer.fit(data(48, torch.float32), data(17, torch.float32), max_length=Epochs(1))
+    return weights(module)
+
+
+@case
+def synced_norms_and_micro_batches(folder: Path) -> Any:
+    settings = {**SETTINGS, "batch_size": 4}
+    try:
+        AutoBatchTrainer(synced(Trainer(normed_model(), "cpu", **settings))).fit(data(24), max_length=Epochs(1))
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 @case

@@ -132,6 +132,19 @@ def accumulation_that_some_finish_early(folder: Path) -> Any:
     return trained(model(), data(42), accumulation_steps=2)
 
 
+def synced(trainer: Trainer) -> Any:
+    return FSDPTrainer(trainer, sync_batchnorm=True) if world() > 1 else trainer
+
+
+@case
+def synced_norms(folder: Path) -> Any:
+    torch.manual_seed(7)
+    module = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 2)).double()
+    found = trained(module, data(53), wrap=synced, accumulation_steps=2)
+    statistics = [number for buffer in module.buffers() for number in buffer.double().flatten().tolist()]
+    return {**found, "weights": found["weights"] + statistics}
+
+
 @case
 def less_data_than_processes(folder: Path) -> Any:
     return trained(model(), data(3))

@@ -34,7 +34,12 @@ EXACT = [
     "idle_inside_a_window",
     "less_data_than_processes",
     "counted_items",
+    "counted_tokens",
+    "tokens_of_manual_steps",
     "weights_of_samples_and_classes",
+    "synced_norms",
+    "synced_norms_in_windows",
+    "synced_norms_and_counted_items",
 ]
 
 
@@ -46,6 +51,26 @@ def test_a_group_trains_as_one_process_on_the_same_global_batches(results: Resul
         assert each[name]["weights"] == nearly(alone["weights"], 1e-12)
         assert each[name]["metrics"] == nearly(alone["metrics"], 1e-12)
         assert each[name]["progress"] == alone["progress"]
+
+
+@sizes
+def test_synchronised_norms_keep_the_names_of_the_state(results: Results, size: int) -> None:
+    for each in results[size]:
+        assert each["synced_norms"]["names"] == results[1][0]["synced_norms"]["names"]
+
+
+@sizes
+def test_synchronised_norms_agree_in_bfloat16(results: Results, size: int) -> None:
+    first, *others = [each["synced_norms_in_low_precision"] for each in results[size]]
+    assert first == nearly(results[1][0]["synced_norms_in_low_precision"], 2e-2)
+    assert all(other == first for other in others)
+
+
+@sizes
+def test_synchronised_norms_and_micro_batches_are_rejected(results: Results, size: int) -> None:
+    for each in results[size]:
+        assert each["synced_norms_and_micro_batches"].startswith("sync_batchnorm: a process whose AutoBatch layer")
+    assert results[1][0]["synced_norms_and_micro_batches"] is None
 
 
 @sizes

@@ -48,6 +48,7 @@ sizes = pytest.mark.parametrize("size", [2, 3])
         ("accumulation", 1e-12),
         ("accumulation_that_some_finish_early", 1e-12),
         ("less_data_than_processes", 1e-12),
+        ("synced_norms", 1e-12),
         ("adamw", 1e-10),
         ("optimizer_made_before", 1e-10),
         ("add_on_and_other_blocks", 1e-12),

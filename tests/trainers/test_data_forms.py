@@ -10,9 +10,10 @@ import pandas as pd
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from dovetail import Epochs
+from dovetail.data import pack
 from dovetail.errors import DataError
 from dovetail.trainers import Trainer
 
@@ -159,3 +160,32 @@ def test_data_that_can_be_read_only_once_trains_one_epoch_only(make: Any) -> Non
     assert trainer.context.progress.batches == 2
     with pytest.raises(DataError, match=r"the valid data is a .*, which can be read only once"):
         trainer.fit(list(generator()), make(), max_length=Epochs(4))
+
+
+class Plain(Dataset[Any]):
+    """A dataset of the user, which may compute."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.ones(3), index % 2
+
+
+@pytest.mark.parametrize(
+    ("data", "num_workers"),
+    [
+        (TensorDataset(torch.ones(8, 3), torch.zeros(8, dtype=torch.long)), 0),
+        (Subset(ConcatDataset([TensorDataset(torch.ones(8, 3), torch.zeros(8, dtype=torch.long))]), [0, 5]), 0),
+        ([(torch.ones(3), 0)] * 8, 0),
+        ({"x": torch.ones(8, 3), "y": torch.zeros(8, dtype=torch.long)}, 0),
+        (pack([[1, 2, 3]], 2), 0),
+        (Plain(), 1),
+        (Subset(Plain(), [0, 1]), 1),
+    ],
+    ids=["tensors", "subset", "list", "columns", "packed rows", "own dataset", "subset of an own dataset"],
+)
+def test_only_data_that_is_not_in_memory_gets_a_worker(data: Any, num_workers: int) -> None:
+    trainer = Trainer(nn.Linear(3, 2), "cpu", train_dataset=data, batch_size=2, verbose=False)
+    loader: Any = trainer._loader("train")
+    assert loader.num_workers == num_workers

@@ -16,7 +16,7 @@ from dovetail import Epochs, Trainer
 from dovetail.compat import plato
 from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.trainers.context import TrainingContext
-from dovetail.trainers.lr_finder import LogFinder, LRFinder
+from dovetail.trainers.lr_finder import LogFinder, LRFinder, find_learning_rate
 from dovetail.trainers.strategies import ModelUpdateStrategy
 
 
@@ -142,3 +142,36 @@ def test_the_lr_finder_rejects_invalid_arguments_by_name(problem: Problem) -> No
         LRFinder(trainer, lr_select_method="sobl")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"call find\(\) first"):
         _ = LRFinder(trainer).suggestion
+
+
+def test_one_call_finds_the_rate_of_the_class_and_changes_no_bit(problem: Problem, tmp_path: Path) -> None:
+    trainer, untouched = trainer_of(problem, seed=3), trainer_of(problem, seed=3)
+    rate = find_learning_rate(trainer, num_epochs=4, plot=tmp_path / "plots" / "sweep.png")
+    finder = LRFinder(trainer_of(problem, seed=3), lr_max=10.0, num_epochs=4)
+    finder.find()
+    assert rate == float(f"{finder.suggestion:.3g}")
+    assert (tmp_path / "plots" / "sweep.png").stat().st_size > 0
+    for each in (trainer, untouched):
+        each.fit(max_length=Epochs(1))
+    assert trainer.history == untouched.history
+    assert_same_weights(trainer.model, untouched.model)
+
+
+def test_a_short_epoch_is_repeated_until_the_sweep_has_enough_rates(problem: Problem) -> None:
+    # Ten batches in an epoch.
+    trainer = trainer_of(problem, seed=3)
+    data = problem.x[:40], problem.y[:40]
+    assert find_learning_rate(trainer, data, explode_thresh=1e9) == find_learning_rate(
+        trainer, data, explode_thresh=1e9, num_epochs=10
+    )
+
+
+def test_a_finder_is_shown_as_a_line_and_as_a_plot(problem: Problem) -> None:
+    finder = LRFinder(trainer_of(problem, seed=3), lr_max=10.0, num_epochs=4)
+    assert repr(finder) == "LRFinder(no sweep yet)"
+    assert finder._repr_png_() is None
+    finder.find()
+    assert f"{len(finder.rates)} batches: suggestion {finder.suggestion:.3g}, the loss falls from" in repr(finder)
+    plot = finder._repr_png_()
+    assert plot is not None
+    assert plot.startswith(b"\x89PNG")

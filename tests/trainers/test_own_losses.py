@@ -78,3 +78,42 @@ def test_another_failure_of_backward_keeps_its_type(problem: Problem) -> None:
 
     with pytest.raises(RuntimeError, match="out of luck"):
         build(Trainer, problem.model(), train_step=step).fit(problem.batches)
+
+
+def test_a_loss_that_was_differentiated_and_returned_as_a_number_is_answered(problem: Problem) -> None:
+    def step(trainer: Any, batch: Any) -> float:
+        loss = loss_of(trainer, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.item()
+
+    with pytest.raises(ConfigError, match=r"write self\.context\.backward\(loss\) and self\.context\.step"):
+        build(Trainer, problem.model(), train_step=step).fit(problem.batches)
+
+
+def test_a_retained_graph_does_not_double_the_gradients(problem: Problem) -> None:
+    def step(trainer: Any, batch: Any) -> Tensor:
+        loss = loss_of(trainer, batch)
+        loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        return loss
+
+    with pytest.raises(ConfigError, match=r"write self\.context\.backward\(loss\) and self\.context\.step"):
+        build(Trainer, problem.model(), train_step=step).fit(problem.batches)
+
+
+def test_a_step_may_differentiate_another_loss_besides_the_returned_one(problem: Problem) -> None:
+    def penalty(trainer: Any) -> Tensor:
+        return torch.stack([it.square().sum() for it in trainer.model.parameters()]).sum()
+
+    def aided(trainer: Any, batch: Any) -> Tensor:
+        penalty(trainer).backward()  # type: ignore[no-untyped-call]
+        return loss_of(trainer, batch)
+
+    def summed(trainer: Any, batch: Any) -> Tensor:
+        return loss_of(trainer, batch) + penalty(trainer)
+
+    models = [problem.model(dtype=torch.float64) for _ in range(2)]
+    batches = [(inputs.double(), targets) for inputs, targets in problem.batches]
+    for model, step in zip(models, (aided, summed), strict=True):
+        build(Trainer, model, train_step=step).fit(batches, max_length=Epochs(1))
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=1e-12)

@@ -408,6 +408,37 @@ def test_a_forged_random_state_raises_a_one_sentence_error(tmp_path: Path) -> No
         second.fit(max_length=Epochs(1))
 
 
+class Unreadable(Dataset[Any]):
+    """Fails at one sample."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 17:
+            raise LookupError("sample 17 is damaged")
+        return torch.ones(3), index % 2
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_error_of_a_dataset_has_its_type_and_the_number_of_the_batch(num_workers: int) -> None:
+    options: dict[str, Any] = {"batch_size": 4, "num_workers": num_workers, "shuffle": False, "verbose": False}
+    with pytest.raises(LookupError, match="sample 17 is damaged") as caught:
+        Trainer(nn.Linear(3, 2), "cpu", **options).fit(Unreadable(), max_length=Epochs(1))
+    *workers, place = caught.value.__notes__
+    assert place == "while training: epoch 1, batch 5"
+    assert [note[: note.index(", in")] for note in workers] == (
+        [f"raised in data worker 0, which read batch 5 of the pass: {__file__}, line {_line_of('sample 17')}"]
+        if num_workers
+        else []
+    )
+
+
+def _line_of(text: str) -> int:
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    return next(number for number, line in enumerate(lines, start=1) if text in line)
+
+
 if __name__ == "__main__":
     import tempfile
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from dovetail.callbacks.base import Callback, Report, is_new_run
+from dovetail.callbacks.flops import StepFlops, peak_flops
+from dovetail.errors import ConfigError
 from dovetail.units import Progress, as_seconds
 
 if TYPE_CHECKING:
@@ -21,10 +24,18 @@ class Timer(Callback):
     An epoch lasts from its first batch to its end and includes its validations; the speeds exclude them. An epoch that
     was resumed in its middle is measured from there.
 
+    With `flops`, the FLOPs of the first batch are counted, and the speed is also given in FLOP/s and as the model FLOPs
+    utilisation (MFU), the share of the device's peak rate. The results of training do not change. Compiled steps cannot
+    be counted, so give their number.
+
     Args:
         clock: A function that returns seconds.
-        record: True to add the speed of every epoch to the history, as `speed_samples_per_second` and
-            `speed_batches_per_second`. The histories of two equal runs then differ.
+        record: True to add the speed of every epoch to the history, as `speed_samples_per_second`,
+            `speed_batches_per_second` and, if they are known, `speed_tokens_per_second`, `speed_flops_per_second` and
+            `speed_mfu`. The histories of two equal runs then differ. `Tracker` logs these values.
+        flops: True to count the FLOPs of a step, or the FLOPs of the forward and backward pass per sample.
+        peak_flops: The most FLOP/s of the device of one process, which turns on `flops`; None means the peak rate in
+            half precision from a table, for common GPUs.
 
     Attributes:
         epochs: The seconds of every epoch.
@@ -40,12 +51,28 @@ class Timer(Callback):
         (5.0, 160.0)
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter, record: bool = False) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        record: bool = False,
+        flops: bool | float = False,
+        peak_flops: float | None = None,
+    ) -> None:
+        if not isinstance(flops, bool):
+            _check_positive("flops", flops)
+        if peak_flops is not None:
+            _check_positive("peak_flops", peak_flops)
         self.record = record
+        self.peak_flops = math.nan if peak_flops is None else float(peak_flops)
+        self._reads_peak = peak_flops is None
+        self._counts_flops = flops is True or (flops is False and peak_flops is not None)
+        self._flops_per_sample = math.nan if isinstance(flops, bool) else float(flops)
+        self._step_flops: StepFlops | None = None
+        self._num_devices = 1
         self.epochs: list[float] = []
         self.validations: list[float] = []
         self._clock = clock
-        self._trained = {"seconds": 0.0, "batches": 0, "records": 0, "tokens": 0.0}
+        self._trained = {"seconds": 0.0, "batches": 0, "records": 0, "tokens": 0}
         self._before: Progress | None = None
         self._start = self._validation_start = self._validating = 0.0
 
@@ -61,11 +88,23 @@ class Timer(Callback):
 
     @property
     def tokens_per_second(self) -> float:
-        """Training tokens per second, if batches have `input_ids` or steps return `num_tokens`; else 0.
-
-        Several processes count the samples of all of them, and the tokens per sample of this one.
-        """
+        """Training tokens per second, if batches have `input_ids` or steps return `num_tokens`; else 0."""
         return self._per_second("tokens")
+
+    @property
+    def flops_per_sample(self) -> float:
+        """FLOPs of a training step per sample; NaN if they are unknown."""
+        return self._flops_per_sample
+
+    @property
+    def flops_per_second(self) -> float:
+        """FLOP/s of training, of all processes; NaN if the FLOPs of a step are unknown."""
+        return self.samples_per_second * self._flops_per_sample
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation: the share of the peak rate of all devices; NaN if one of the two is unknown."""
+        return self.flops_per_second / (self.peak_flops * self._num_devices)
 
     def summary(self) -> dict[str, float]:
         """Return the mean and total times and the speeds, by name; NaN if nothing was measured."""
@@ -78,15 +117,33 @@ class Timer(Callback):
             "batches_per_second": self.batches_per_second,
             "samples_per_second": self.samples_per_second,
             "tokens_per_second": self.tokens_per_second,
+            "flops_per_second": self.flops_per_second,
+            "mfu": self.mfu,
         }
 
     def on_train_start(self, context: TrainingContext) -> None:
-        """Start measuring an epoch that is resumed in its middle."""
+        """Start measuring an epoch that is resumed in its middle, and look up the peak rate of the device."""
+        self._num_devices = context.process.share.num_replicas
+        if self._reads_peak:
+            self.peak_flops = peak_flops(context.device)
+        if self._counts_flops and math.isnan(self._flops_per_sample) and _is_compiled(context):
+            # A trace would be counted in place of the step.
+            self._counts_flops = False
+            warnings.warn(
+                "Timer: the FLOPs of a compiled step cannot be counted; give flops=… per sample, as Timer(flops=True) "
+                "counts them for the same trainer without compilation",
+                UserWarning,
+                stacklevel=2,
+            )
         if context.progress.batch > 0:
             self.on_epoch_start(context)
 
     def on_epoch_start(self, context: TrainingContext) -> None:
         self._before, self._start, self._validating = context.progress.copy(), self._clock(), 0.0
+        if self._counts_flops and math.isnan(self._flops_per_sample):
+            # A separate callback, in the first epoch only: this one has no hook in a step.
+            self._step_flops = StepFlops()
+            context.callbacks.add(self._step_flops)
 
     def on_validation_start(self, context: TrainingContext) -> None:
         self._validation_start = self._clock()
@@ -98,12 +155,17 @@ class Timer(Callback):
     def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
         before, progress = dict(self._trained), context.progress
         self.epochs.append(self._count(context))
+        self._read_flops(context)
         seconds = self._trained["seconds"] - before["seconds"]
         if self.record and seconds > 0:
             speeds = {
                 f"{name}_per_second": (self._trained[key] - before[key]) / seconds
-                for name, key in (("samples", "records"), ("batches", "batches"))
+                for name, key in (("samples", "records"), ("batches", "batches"), ("tokens", "tokens"))
+                if name != "tokens" or self._trained[key] > before[key]
             }
+            speeds["flops_per_second"] = speeds["samples_per_second"] * self._flops_per_sample
+            speeds["mfu"] = speeds["flops_per_second"] / (self.peak_flops * self._num_devices)
+            speeds = {name: value for name, value in speeds.items() if not math.isnan(value)}
             position = {"epoch": progress.epoch, "batches": progress.batches, "updates": progress.updates}
             context.history.record("speed", speeds, **position)
 
@@ -111,6 +173,17 @@ class Timer(Callback):
         """Include an unfinished epoch in the speeds."""
         if context.progress.batch > 0:
             self._count(context)
+        self._read_flops(context)
+
+    def on_exception(self, context: TrainingContext, error: BaseException) -> None:
+        self._read_flops(context)
+
+    def _read_flops(self, context: TrainingContext) -> None:
+        """Read the FLOPs that were counted, and stop counting."""
+        if self._step_flops is not None:
+            self._step_flops.close()
+            context.callbacks.remove(self._step_flops)
+            self._flops_per_sample, self._step_flops = self._step_flops.per_sample, None
 
     def _count(self, context: TrainingContext) -> float:
         """Add the batches and seconds since the start of the epoch to the totals, and return the seconds."""
@@ -122,20 +195,27 @@ class Timer(Callback):
         # Differences, because an epoch may have been resumed in its middle.
         self._trained["seconds"] += seconds - self._validating
         self._trained["batches"] += context.progress.batches - before.batches
-        records = context.progress.records - before.records
-        self._trained["records"] += records
-        self._trained["tokens"] += records * context.run.meter.tokens_per_sample
+        self._trained["records"] += context.progress.records - before.records
+        self._trained["tokens"] += context.progress.tokens - before.tokens
         return seconds
 
     def _per_second(self, what: str) -> float:
         return self._trained[what] / self._trained["seconds"] if self._trained["seconds"] else math.nan
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epochs": list(self.epochs), "validations": list(self.validations), "trained": dict(self._trained)}
+        flops = {} if math.isnan(self._flops_per_sample) else {"flops_per_sample": self._flops_per_sample}
+        return {
+            "epochs": list(self.epochs),
+            "validations": list(self.validations),
+            "trained": dict(self._trained),
+            **flops,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.epochs, self.validations = list(state["epochs"]), list(state["validations"])
-        self._trained = {"tokens": 0.0, **state["trained"]}
+        self._trained = {"tokens": 0, **state["trained"]}
+        if self._counts_flops and "flops_per_sample" in state:
+            self._flops_per_sample = float(state["flops_per_sample"])
 
 
 class MaxTime(Callback):
@@ -215,3 +295,16 @@ class MaxTime(Callback):
 
 def _mean(values: list[float]) -> float:
     return sum(values) / len(values) if values else math.nan
+
+
+def _is_compiled(context: TrainingContext) -> bool:
+    trainer = context.run.trainer
+    # By its kind, because callbacks do not import layers.
+    return trainer is not None and any(
+        vars(it).get("kind") == "compilation" for it in trainer._customized_by("train_step")
+    )
+
+
+def _check_positive(name: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ConfigError(f"Timer: expected a positive number as {name}, got {value!r}")

@@ -351,7 +351,7 @@ class DataLoader(torch_data.DataLoader[T_co]):
                 self._restart_workers()
             self._worker_states.start(self._first_states() if restored is None else restored["start"], 0)
         try:
-            batches = self._worker_batches() if self.num_workers else super().__iter__()
+            batches = self._worker_batches(0 if is_stream else start) if self.num_workers else super().__iter__()
         finally:
             self.generator = generator
         if not is_stream:
@@ -364,10 +364,10 @@ class DataLoader(torch_data.DataLoader[T_co]):
             pass
         return islice(batches, self.rank, None, self.num_replicas)
 
-    def _worker_batches(self) -> Iterator[Any]:
+    def _worker_batches(self, first: int) -> Iterator[Any]:
         with self._worker_states.installed(self):
             batches: Iterator[Any] = super().__iter__()
-        return self._worker_states.unstamped(batches)
+        return self._worker_states.unstamped(batches, first)
 
     def _seed_samples(self, seed: int | None) -> None:
         """Derive the workers' random numbers from a seed, the epoch and the batch; None means torch's seeding."""

@@ -8,12 +8,13 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, Sampler, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Sampler, Subset, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from dovetail.data.columns import Columns
 from dovetail.data.forms import DataForm, are_tensors, as_tensor
 from dovetail.data.loader import DataLoader
+from dovetail.data.packing import PackedRows
 from dovetail.data.streams import as_stream_loader
 from dovetail.errors import DataError
 
@@ -40,6 +41,22 @@ class _Table(Protocol):
     """Data frames and series of pandas and other libraries. Their brackets take names, not row numbers."""
 
     def to_numpy(self) -> Any: ...
+
+
+def is_in_memory(data: Any) -> bool:
+    """Return whether samples are in memory and need no computation, so that workers would only copy them.
+
+    Example:
+        >>> import torch
+        >>> is_in_memory(Subset(TensorDataset(torch.arange(3)), [0, 2]))
+        True
+    """
+    # Exact classes: a subclass may transform the samples.
+    if type(data) is Subset:
+        return is_in_memory(data.dataset)
+    if type(data) is ConcatDataset:
+        return all(map(is_in_memory, data.datasets))
+    return type(data) in (Columns, TensorDataset, PackedRows, list, tuple)
 
 
 def as_loader(
@@ -69,7 +86,7 @@ def as_loader(
         batch_size: Samples per batch.
         shuffle: Whether to draw a new order every epoch. Ignored for a stream and for a torch sampler.
         drop_last: Whether to leave out a last batch that is not full.
-        num_workers: Number of processes that read samples; none are used for tensors and arrays.
+        num_workers: Number of processes that read samples; none are used for data in memory, such as tensors and lists.
         seed: Makes the order a function of seed and epoch; see `DataLoader`.
         sampler: Which samples to use: indices (in this order, unless `shuffle`), a torch sampler, or an object whose
             `get()` returns one of these. `None` means all samples.
@@ -101,7 +118,8 @@ def as_loader(
         num_workers = 0
     elif isinstance(data, Dataset) or (holds_samples(data, collate_fn) and not isinstance(data, _Table)):
         dataset = data
-        num_workers = 0 if isinstance(data, Columns) else num_workers
+        # A function of the user may take long, and then profits from a worker.
+        num_workers = 0 if collate_fn is None and is_in_memory(data) else num_workers
     elif isinstance(data, Iterable) and not isinstance(data, (str, bytes, Mapping, _Table)):
         if sampler is not None:
             raise DataError(f"sampler: a {type(data).__name__} holds batches already; give the dataset instead")

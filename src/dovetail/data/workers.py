@@ -76,9 +76,14 @@ class WorkerStates:
         finally:
             loader.collate_fn, loader.worker_init_fn = collate_fn, worker_init_fn
 
-    def unstamped(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches of workers that were started in `installed`, and record their states."""
-        for stamped in _locating_errors(batches):
+    def unstamped(self, batches: Iterable[Any], first: int = 0) -> Iterator[Any]:
+        """Yield the batches of workers that were started in `installed`, and record their states.
+
+        Args:
+            batches: The batches with the states of their workers.
+            first: The number of the first batch in its pass, from 0, for the message of an error.
+        """
+        for stamped in _locating_errors(batches, first):
             if not isinstance(stamped, _Stamped):
                 # The loader started its workers before `installed`.
                 yield stamped
@@ -96,26 +101,30 @@ class WorkerStates:
             yield stamped.batch
 
 
-def _locating_errors(batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield the batches of workers; an error in a worker gets a note with the line that raised it."""
+def _locating_errors(batches: Iterable[Any], first: int) -> Iterator[Any]:
+    """Yield the batches of workers; an error in a worker gets a note with worker, batch and line."""
+    number = first
     try:
-        yield from batches
+        for number, batch in enumerate(batches, start=first + 1):  # noqa: B007  # read when the next batch fails
+            yield batch
     except Exception as error:
         text = "\n".join(map(str, error.args))
-        if "in DataLoader worker process" in text:
+        if (worker := _WORKER.search(text)) is not None:
             # Torch sends the traceback as text, in which the last line of the user's code is hard to find.
             places = [found for found in _PLACE.finditer(text) if _TORCH not in found["file"]]
             if places:
                 last = places[-1]
                 add_note(
                     error,
-                    f"raised in a data worker: {last['file']}, line {last['line']}, in {last['name']}; num_workers=0 "
-                    "reads the data in this process, where a debugger works",
+                    f"raised in data worker {worker[1]}, which read batch {number + 1} of the pass: {last['file']}, "
+                    f"line {last['line']}, in {last['name']}; num_workers=0 reads the data in this process, where a "
+                    "debugger works",
                 )
         raise
 
 
 # A line of a traceback, and the folder of torch, whose lines call the user's dataset.
+_WORKER = re.compile(r"in DataLoader worker process (\d+)")
 _PLACE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)')
 _TORCH = str(Path(torch.__file__).parent)
 

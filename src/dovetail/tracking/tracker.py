@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from dovetail.callbacks.base import Callback, Report
 from dovetail.errors import ConfigError
+from dovetail.history.lines import metrics_of
 from dovetail.tracking.base import Histogram, Logger, Run, Status, Value, sort
 from dovetail.tracking.hyperparameters import flatten, hyperparameters_of, without_passwords
 
@@ -28,7 +29,8 @@ class Tracker(Callback):
 
     The step of all values is the number of trained batches. Metrics have the names of the history: `train_loss` and
     `epoch` after every epoch, `valid_loss` after every validation. In between, at every report of the loop, the running
-    means of the epoch, `running_loss`, and the rates of the next update, `lr/group0`, are logged.
+    means of the epoch, `running_loss`, and the rates of the next update, `lr/group0`, are logged. The speeds that a
+    `Timer(record=True)` adds to the history, `speed_samples_per_second`, are logged as well.
 
     A logger that fails gives one warning and is disabled for the rest of the run: tracking never stops training. Only
     the main process logs.
@@ -73,6 +75,8 @@ class Tracker(Callback):
         self._writing: list[Logger] = []
         self._progress: Progress | None = None
         self._gradients: dict[str, Histogram] = {}
+        # Rows of the history that were checked for speeds.
+        self._num_rows = 0
 
     def log(self, values: Mapping[str, Value], step: int | None = None) -> None:
         """Log further numbers, histograms and figures; call it while training runs, from a callback or a step.
@@ -106,6 +110,7 @@ class Tracker(Callback):
         # Close the loggers of an earlier run, if it could not do so.
         self._close("failed")
         self._progress = context.progress
+        self._num_rows = len(context.history)
         self._writing = list(self.loggers)
         for logger in self.loggers:
             self._attempt(logger, logger.start, run)
@@ -131,7 +136,7 @@ class Tracker(Callback):
 
     def on_report(self, context: TrainingContext, report: Report) -> None:
         running = {f"running_{name}": value for name, value in report.metrics.items()}
-        self._log({**running, **_rates(context)}, context.progress.batches)
+        self._log({**running, **_rates(context), **self._speeds(context)}, context.progress.batches)
 
     def on_validation_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
         self._log(metrics, context.progress.batches)
@@ -139,13 +144,22 @@ class Tracker(Callback):
     def on_epoch_end(self, context: TrainingContext, metrics: Mapping[str, float]) -> None:
         # Metrics of the validation were logged when it ended.
         own = {name: value for name, value in metrics.items() if not name.startswith("valid_")}
-        self._log({"epoch": context.progress.epoch, **own}, context.progress.batches)
+        self._log({"epoch": context.progress.epoch, **own, **self._speeds(context)}, context.progress.batches)
 
     def on_exception(self, context: TrainingContext, error: BaseException) -> None:
         self._close("failed")
 
     def on_train_end(self, context: TrainingContext) -> None:
+        # Of the last epoch, if the timer comes after this callback.
+        if speeds := self._speeds(context):
+            self._log(speeds, context.progress.batches)
         self._close("finished")
+
+    def _speeds(self, context: TrainingContext) -> dict[str, float]:
+        """Return the speeds that were added to the history since the last call."""
+        rows, self._num_rows = context.history.rows[self._num_rows :], len(context.history)
+        fresh = [metrics_of(row) for row in rows if row["stage"] == "speed"]
+        return {name: value for metrics in fresh for name, value in metrics}
 
     def _histograms_due(self, update: int) -> bool:
         return bool(self._writing) and self.histograms_every > 0 and update % self.histograms_every == 0

@@ -16,7 +16,7 @@ from dovetail.trainers.decorators import (
     TrainerDecorator,
     build_trainer,
 )
-from dovetail.trainers.lr_finder import LRFinder
+from dovetail.trainers.lr_finder import LRFinder, find_learning_rate
 from dovetail.trainers.metrics import MeanOf, WholePass, accuracy
 from dovetail.trainers.options import TrainerOptions
 from dovetail.trainers.randomness import seed_everything
@@ -44,5 +44,6 @@ __all__ = [
     "accuracy",
     "build_trainer",
     "find_batch_size",
+    "find_learning_rate",
     "seed_everything",
 ]

@@ -274,6 +274,7 @@ class DDPTrainer(DataParallel, TrainerDecorator):
         num_processes: The number of processes to start; None means those that `torchrun` started, or only this one.
         max_restarts: How often a group that lost a process is restarted; it continues from the newest checkpoint.
         bucket_size: Bytes of gradients that are sent at once.
+        sync_batchnorm: True to normalise by the batches of all processes in `nn.BatchNorm`.
 
     Example:
         >>> import torch
@@ -284,7 +285,13 @@ class DDPTrainer(DataParallel, TrainerDecorator):
 
     @classmethod
     def from_single_process(
-        cls, *args: Any, amp: bool = False, num_processes: int | None = None, max_restarts: int = 0, **kwargs: Any
+        cls,
+        *args: Any,
+        amp: bool = False,
+        num_processes: int | None = None,
+        max_restarts: int = 0,
+        sync_batchnorm: bool = False,
+        **kwargs: Any,
     ) -> DDPTrainer:
         """Return a new `SingleProcess` trainer in this layer.
 
@@ -293,6 +300,7 @@ class DDPTrainer(DataParallel, TrainerDecorator):
             amp: True for mixed precision.
             num_processes: The number of processes to start.
             max_restarts: How often a group that lost a process is restarted.
+            sync_batchnorm: True to normalise by the batches of all processes in `nn.BatchNorm`.
             kwargs: Keywords of `SingleProcess`, or of `SingleProcessAMP`.
 
         Example:
@@ -301,7 +309,7 @@ class DDPTrainer(DataParallel, TrainerDecorator):
             2
         """
         inner = (SingleProcessAMP if amp else SingleProcess)(*args, **kwargs)
-        return cls(inner, num_processes=num_processes, max_restarts=max_restarts)
+        return cls(inner, num_processes=num_processes, max_restarts=max_restarts, sync_batchnorm=sync_batchnorm)
 
     @classmethod
     def from_single_process_amp(cls, *args: Any, **kwargs: Any) -> DDPTrainer:
@@ -377,6 +385,7 @@ class FSDPTrainer(ShardedDataParallel, TrainerDecorator):
         shard: The modules that are gathered and sharded as a whole: classes of modules, a predicate of a module, or
             None for every direct child of the model.
         reshard_after_forward: True to free the gathered parameters between forward and backward, too.
+        sync_batchnorm: True to normalise by the batches of all processes in `nn.BatchNorm`.
 
     Example:
         >>> import torch

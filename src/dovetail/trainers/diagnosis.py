@@ -15,11 +15,12 @@ from dovetail.data import split_batch
 from dovetail.data.batches import map_tensors
 from dovetail.data.named_sets import named_sets
 from dovetail.data.sources import is_one_shot
+from dovetail.distributed import is_part
 from dovetail.errors import ConfigError, DataError, add_note
 from dovetail.trainers.context import Plan, TrainingContext
 from dovetail.trainers.metrics import Metric, are_classes
 from dovetail.trainers.named_metrics import Perplexity
-from dovetail.units import Epochs, Progress, counted
+from dovetail.units import Epochs, Progress, Tokens, counted
 
 # The loss that a configuration names, for a strategy without its own.
 _LOSS_KEY = "loss_criterion"
@@ -84,7 +85,11 @@ def check_output(output: Any, *, optimized: bool, optimizers: Iterable[Optimizer
         optimized: True if the step called `context.backward`.
         optimizers: The optimizers, whose gradients show that the step called `loss.backward()`.
     """
+    parameters = [it for optimizer in optimizers for group in optimizer.param_groups for it in group["params"]]
+    trained = [it for it in parameters if it.grad is not None]
     if not isinstance(output, Mapping) or not (optimized or isinstance(output.get("loss"), Tensor)):
+        if trained:
+            raise ConfigError(_OWN_BACKWARD)
         shown = sorted(output) if isinstance(output, Mapping) else type(output).__name__
         raise ConfigError(f"train_step: expected the loss, or a dict with a tensor under 'loss', got {shown}")
     if optimized:
@@ -94,14 +99,46 @@ def check_output(output: Any, *, optimized: bool, optimizers: Iterable[Optimizer
         raise ConfigError(
             f"train_step: the loss must be one number, got a tensor of shape {tuple(loss.shape)}; take its mean()"
         )
+    if trained and (not loss.requires_grad or _is_differentiated(loss, trained)):
+        raise ConfigError(_OWN_BACKWARD)
     if not loss.requires_grad:
-        parameters = (it for optimizer in optimizers for group in optimizer.param_groups for it in group["params"])
-        if any(parameter.grad is not None for parameter in parameters):
-            raise ConfigError(_OWN_BACKWARD)
         raise ConfigError(
             "train_step: the loss does not depend on any parameter that requires a gradient: look for .detach(), "
             ".item() or torch.no_grad()"
         )
+
+
+def _is_differentiated(loss: Tensor, trained: list[Tensor]) -> bool:
+    """Return whether the gradients of parameters equal those of a loss that can be differentiated again.
+
+    Such a loss was differentiated with `retain_graph=True`, or its graph stores no tensor. Another backward pass would
+    double the gradients. Gradients of another loss, such as an auxiliary loss, are not the gradients of this one.
+    """
+    gradients = [it.grad for it in trained]
+    # A loss of a batch in parts (`AutoBatch`) can be differentiated only once. Parts of gradients would be exchanged.
+    if type(loss.grad_fn).__name__ == "_DetachedLossBackward" or any(map(is_part, gradients)):
+        return False
+    try:
+        again = torch.autograd.grad(loss, trained, retain_graph=True, allow_unused=True)
+    except RuntimeError:
+        # Backward of the loop explains the error.
+        return False
+    pairs = zip(gradients, again, strict=True)
+    return all(one is not None and other is not None and torch.equal(one, other) for one, other in pairs)
+
+
+def check_tokens(plan: Plan, output: Mapping[str, Any]) -> None:
+    """Raise if a length or period is in tokens and the first step of an epoch does not count tokens."""
+    for name, unit in (
+        ("max_length", plan.max_length),
+        ("validation_period", plan.validate),
+        ("checkpoint_period", plan.save),
+    ):
+        if isinstance(unit, Tokens) and "num_tokens" not in output:
+            raise ConfigError(
+                f"{name}: {unit} is never reached, because no tokens are counted: give batches with 'input_ids', or "
+                "return 'num_tokens' from train_step"
+            )
 
 
 def explain_backward(error: RuntimeError) -> Exception:

@@ -30,6 +30,7 @@ from dovetail.trainers.diagnosis import (
     check_output,
     check_pass,
     check_repeatable,
+    check_tokens,
     explain_backward,
     update_metric,
     warn_of_no_data,
@@ -44,7 +45,7 @@ from dovetail.trainers.metrics import (
 from dovetail.trainers.named_metrics import NamedMetric
 from dovetail.trainers.run_scope import evaluating, lend_data, reading_set, running, set_data
 from dovetail.trainers.window import Lookahead
-from dovetail.units import Batches, Epochs, Progress, TrainUnit, counted
+from dovetail.units import Batches, Epochs, Progress, Tokens, TrainUnit, counted
 
 if TYPE_CHECKING:
     from dovetail.trainers.base import Trainer
@@ -220,8 +221,8 @@ def train_epoch(context: TrainingContext) -> dict[str, float]:
     until_report, report_by = plan.report, monotonic() + _SLOWEST_REPORT
     is_first = True
 
+    notes.number = progress.batch
     for batch in lookahead or trainer.batches("train"):
-        notes.number = progress.batch
         for hook in on_step_start:
             hook(context, batch)
         batch = to_device(batch)
@@ -235,6 +236,7 @@ def train_epoch(context: TrainingContext) -> dict[str, float]:
                 clear_gradients(optimizer)
         # `context.backward` sets `optimized`: the step then controls the update, and the loop does not repeat it.
         notes.optimized = notes.uses_criterion = False
+        notes.num_tokens = 0
 
         output = train_step(batch)
         # Inline, because a call of `as_output` would be noticeable in a tiny step.
@@ -243,6 +245,7 @@ def train_epoch(context: TrainingContext) -> dict[str, float]:
         if is_first:
             _check_first(trainer, batch, output)
             is_first = False
+        notes.num_tokens = output.get("num_tokens", 0)
         _optimize(trainer, batch, output)
         # Not for every batch: the window may be open, and a gradient scaler may have skipped the step.
         if stepped:
@@ -258,6 +261,8 @@ def train_epoch(context: TrainingContext) -> dict[str, float]:
         progress.batch += 1
         progress.batches += 1
         progress.records += notes.num_records
+        # Not in place, and not copied to the host: the tokens may be a tensor of the device.
+        run.uncounted_tokens = run.uncounted_tokens + notes.num_tokens
         for end_hook in on_step_end:
             end_hook(context, output)
         until_report -= 1
@@ -274,6 +279,8 @@ def train_epoch(context: TrainingContext) -> dict[str, float]:
             if run.stop_reason is not None or (acts_inside and plan.max_length.reached(progress)):
                 run.interrupted = True
                 break
+        # At the end, so that an error in reading the next batch is reported with its number.
+        notes.number = progress.batch
 
     _report(context)
     check_pass(progress, total, is_complete=window.closes)
@@ -286,8 +293,10 @@ def train_epoch(context: TrainingContext) -> dict[str, float]:
 def _check_first(trainer: Trainer, batch: Any, output: Any) -> None:
     """Check the first batch of an epoch, and the default loss at the start of a run."""
     context = trainer.context
-    optimized = context.run.batch.optimized
+    optimized, plan = context.run.batch.optimized, context.run.plan
     check_output(output, optimized=optimized, optimizers=() if optimized else context.optimizers)
+    assert plan is not None
+    check_tokens(plan, output)
     if context.progress.batches == 0 and not optimized:
         check_default_loss(context, batch, output["loss"], partial(_predict_quietly, trainer))
 
@@ -347,6 +356,9 @@ def _due(context: TrainingContext) -> tuple[bool, bool]:
     """Return whether a validation and a checkpoint are due since the last call."""
     plan, before, now = context.run.plan, context.run.checked, context.progress
     assert plan is not None
+    # Only then, because a tensor of the device is waited for.
+    if type(plan.max_length) is Tokens or type(plan.validate) is Tokens or type(plan.save) is Tokens:
+        context.run.count_tokens(now)
     due = (
         plan.validate is not None and plan.validate.due(before, now),
         plan.save is not None and plan.save.due(before, now),
@@ -360,6 +372,7 @@ def _report(context: TrainingContext) -> None:
     meter = context.run.meter
     if not len(meter):
         return
+    context.run.count_tokens(context.progress)
     losses = meter.flush().get("loss", [])
     context.history.extend_losses(losses)
     if context.callbacks.on_report:

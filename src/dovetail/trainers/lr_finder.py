@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -17,7 +19,7 @@ from dovetail.trainers.preserve_state import own_callbacks, preserve_state
 from dovetail.trainers.single_process import SingleProcessTrainer
 from dovetail.units import Batches, counted
 
-__all__ = ["LRFinder", "LogFinder"]
+__all__ = ["LRFinder", "LogFinder", "find_learning_rate"]
 
 Method = Literal["sobel", "laplace", "min_loss", "max_range"]
 
@@ -88,13 +90,16 @@ class LRFinder:
         Args:
             train_data: Training data as for `fit`; None means the data that the trainer already has.
         """
+        return self._find(train_data)
+
+    def _find(self, train_data: Any, least_batches: int = 0) -> tuple[float, float]:
         trainer, context = self.trainer, self.trainer.context
         sweep = _Sweep(self)
         if context.model is None:
             raise ConfigError("LRFinder: the trainer has no model: give it one, Trainer(model, …)")
         with preserve_state(trainer, train=train_data):
             # 100 batches per pass for data without a length.
-            num_batches = (trainer.num_batches("train") or 100) * self.num_epochs
+            num_batches = max((trainer.num_batches("train") or 100) * self.num_epochs, least_batches)
             sweep.num_batches = min(num_batches, self.max_batches or num_batches)
             # Schedulers would overwrite the rates of the sweep.
             context.callbacks, context.schedulers = Callbacks([*own_callbacks(context), sweep]), []
@@ -130,8 +135,29 @@ class LRFinder:
             index = low + int(np.argmin(slope[low:]))
         return self.rates[index]
 
+    def __repr__(self) -> str:
+        if not self.rates:
+            return "LRFinder(no sweep yet)"
+        low, high = (self.rates[index] for index in self._falling())
+        batches = counted(len(self.rates), "batch", "batches")
+        return f"LRFinder({batches}: suggestion {self.suggestion:.3g}, the loss falls from {low:.3g} to {high:.3g})"
+
+    def _repr_png_(self) -> bytes | None:
+        """Return the plot for a notebook; None without a sweep or without matplotlib."""
+        if not self.rates or find_spec("matplotlib") is None:
+            return None
+        image = io.BytesIO()
+        self._draw().savefig(image, format="png", dpi=100)
+        return image.getvalue()
+
     def plot(self, path: str | Path) -> Path:
         """Write a plot of the smoothed loss over the rate, with the suggestion, to an image file."""
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self._draw().savefig(target, dpi=150)
+        return target
+
+    def _draw(self) -> Any:
         figure = require("matplotlib.figure", "plot").Figure(figsize=(7, 4.2), layout="constrained")
         axes = figure.add_subplot()
         axes.plot(self.rates, self.losses, color="#0072B2", linewidth=2)
@@ -140,10 +166,7 @@ class LRFinder:
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(target, dpi=150)
-        return target
+        return figure
 
     def _falling(self) -> tuple[int, int]:
         """Return the part of the sweep in which the loss falls: from the highest point before the minimum to it."""
@@ -155,6 +178,40 @@ class LRFinder:
 
 
 LogFinder = LRFinder
+
+
+def find_learning_rate(
+    trainer: SingleProcessTrainer, data: Any = None, *, plot: str | Path | None = None, **settings: Any
+) -> float:
+    """Return a good learning rate, found by a sweep over the training data; the trainer does not change.
+
+    The sweep multiplies the rate after every batch, until the loss explodes. The result is the rate at which the loss
+    falls most steeply, rounded to three digits. `LRFinder` has the whole sweep.
+
+    Args:
+        trainer: The trainer whose model, loss, optimizer and data are used.
+        data: Training data as for `fit`; None means the data that the trainer already has.
+        plot: The image file in which the sweep is drawn; None means no file.
+        settings: Arguments of `LRFinder`. By default rates from 1e-6 to 10 are tried, in 100 batches or more.
+
+    Example:
+        >>> import torch
+        >>> from dovetail.trainers import Trainer
+        >>> x = torch.randn(256, 4); y = (x.sum(dim=1) > 0).long()
+        >>> trainer = Trainer(torch.nn.Linear(4, 2), optim_function="SGD", batch_size=8, verbose=False, seed=0)
+        >>> trainer.options.learning_rate = find_learning_rate(trainer, (x, y))
+        >>> 1e-6 < trainer.options.learning_rate < 10
+        True
+    """
+    finder = LRFinder(trainer, **{"lr_max": 10.0, **settings})
+    finder._find(data, least_batches=0 if "num_epochs" in settings else _LEAST_BATCHES)
+    if plot is not None:
+        finder.plot(plot)
+    return float(f"{finder.suggestion:.3g}")
+
+
+# A sweep of fewer batches has too few rates to show where the loss falls.
+_LEAST_BATCHES = 100
 
 
 class _Sweep(Callback):

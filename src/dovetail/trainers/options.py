@@ -64,7 +64,8 @@ class TrainerOptions:
         val_dataset: Validation data.
         test_dataset: Test data; `evaluate()` uses it.
         shuffle: True to shuffle the training data, in a new order in every epoch.
-        num_workers: Worker processes that read data which is not in memory.
+        num_workers: Worker processes that read data which is not in memory. Tensors, arrays, frames, lists of samples,
+            and subsets of them are in memory, unless `collate_fn` is given.
         collate_fn: Builds a batch from a list of samples, in every stage, for data that is not yet in batches; None
             means torch's `default_collate`.
         drop_last: True to skip a last, shorter training batch, unless it is the only one. Validation always

@@ -79,6 +79,8 @@ class BatchState:
         number: The position of the batch in its epoch, counted from 0.
         num_samples: Samples of this process's batch.
         num_records: Samples of the batches of all processes.
+        num_tokens: Tokens of this process's batch, a number or a tensor; after the update, of the batches of all
+            processes since the last update.
         num_averaged: Items of all processes in the running update, if several processes average their gradients.
         optimized: True if the step called `context.backward`, so that the loop leaves backward and step to it.
         uses_criterion: True if the loss is the trainer's criterion; False for a step that computes its own loss.
@@ -90,6 +92,7 @@ class BatchState:
     number: int = 0
     num_samples: int = 0
     num_records: int = 0
+    num_tokens: Any = 0
     num_averaged: float = 0.0
     optimized: bool = False
     uses_criterion: bool = False
@@ -115,6 +118,7 @@ class RunState:
         window: The accumulation window.
         batch: The running batch.
         num_items: Items that the loss of the running batch is a mean of: its samples, or `num_items` of `train_step`.
+        uncounted_tokens: Tokens that `progress` does not count yet: a number, or a tensor on the device.
         is_in_epoch: False between epochs, when `progress.epoch` already counts the epoch that has just ended.
         is_one_of_many: True if many short runs share this trainer, so that compiling for one of them does not pay.
         meter: The training metrics of the running epoch.
@@ -150,6 +154,7 @@ class RunState:
     window: Window = field(default_factory=Window)
     batch: BatchState = field(default_factory=BatchState)
     num_items: Any = 0
+    uncounted_tokens: Any = 0
     is_in_epoch: bool = False
     is_one_of_many: bool = False
     meter: Meter = field(default_factory=Meter)
@@ -205,6 +210,10 @@ class RunState:
         if name in self.participants:
             raise ConfigError(f"register: {name!r} is registered already: choose another name")
         self.participants[name] = participant
+
+    def count_tokens(self, progress: Progress) -> None:
+        """Add the tokens that are not counted yet to `progress`. A tensor is copied to the host."""
+        progress.tokens, self.uncounted_tokens = progress.tokens + int(self.uncounted_tokens), 0
 
     def end(self, reason: str, signal: int | None = None) -> None:
         """End training after the running update; called in every process. The first reason is kept."""

@@ -38,6 +38,7 @@ def take_state(context: TrainingContext, strategies: Strategies, data: TrainerDa
     """Return the state of a trainer whose model and optimizers exist."""
     run, model = context.run, context.model
     assert model is not None
+    run.count_tokens(context.progress)
     return {
         "model": model.state_dict(),
         "optimizers": [optimizer.state_dict() for optimizer in context.optimizers],

@@ -18,6 +18,7 @@ class MultiGPUAddon(DataParallel, AddOnBase):
         device: A list of devices, one process each; or one device, for `torchrun` or for this process alone.
         num_processes: The number of processes to start; None means the length of the list.
         max_restarts: How often a group that lost a process is restarted.
+        sync_batchnorm: True to normalise by the batches of all processes in `nn.BatchNorm`.
         init_method: Ignored; accepted for compatibility with older code.
 
     Example:

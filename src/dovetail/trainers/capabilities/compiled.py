@@ -33,7 +33,7 @@ from dovetail.trainers.whole_step import (
     check_compiler,
     read_by,
 )
-from dovetail.units import Epochs, TrainUnit
+from dovetail.units import Epochs, Tokens, TrainUnit
 
 
 class Compiled(Capability):
@@ -178,6 +178,7 @@ class Compiled(Capability):
         progress.batches += number
         progress.updates += number
         progress.records += number * notes.num_records
+        progress.tokens += sum(int(output.get("num_tokens", 0)) for output in self._coming)
         notes.is_ahead = False
         self._waiting.clear()
         self._coming.clear()
@@ -265,7 +266,9 @@ class Compiled(Capability):
         """Read the batches of the next call; stop at the end of a length or a period."""
         # Whether a step can be compiled is known only after the first one.
         is_single = self._is_eager or self._is_one_by_one or self._step is None
-        most = 1 if is_single else self._steps_per_call
+        # The tokens of a batch are known after its step.
+        counts_tokens = any(isinstance(unit, Tokens) for unit in ends)
+        most = 1 if is_single or counts_tokens else self._steps_per_call
         if not ends:
             return list(islice(batches, most))
         context, read = self.context, []

@@ -6,10 +6,8 @@ import os
 import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import repeat
 from math import inf
-from operator import attrgetter, is_, itemgetter
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,12 +18,17 @@ from dovetail.distributed import Group, PeerError, is_launched
 from dovetail.errors import ConfigError
 from dovetail.runtime.seeds import derive_seed
 from dovetail.trainers.base import Launcher
+from dovetail.trainers.capabilities.auto_batch import AutoBatch
 from dovetail.trainers.capabilities.core import Capability
+from dovetail.trainers.capabilities.gradient_layout import GradientLayout
 from dovetail.trainers.context import Stage
 from dovetail.trainers.fitting import check_kind, restoring
 from dovetail.trainers.metrics import Meter
+from dovetail.trainers.preserve_state import layers
 from dovetail.trainers.randomness import rng_state, seed_everything, set_rng_state
 from dovetail.trainers.reading import join_positions
+from dovetail.trainers.synced_norm import NormSync
+from dovetail.units import Tokens
 
 
 class DataParallel(Capability):
@@ -43,6 +46,7 @@ class DataParallel(Capability):
         num_processes: The number of processes to start; None means those that `torchrun` started, or only this one.
         max_restarts: How often a group that lost a process is restarted; it continues from the newest checkpoint.
         bucket_size: Bytes of gradients per message.
+        sync_batchnorm: True to normalise by the batches of all processes in `nn.BatchNorm`, in training, on any device.
 
     Example:
         >>> import torch
@@ -56,10 +60,12 @@ class DataParallel(Capability):
     num_processes: int | None
     max_restarts: int
     _bucket_size: int
+    _syncs_norms: bool
+    _norm_sync: NormSync | None
     _devices: list[torch.device]
     _group: Group | None
     _turn: _StepState
-    _layouts: dict[int, _Layout]
+    _layouts: dict[int, GradientLayout]
 
     def __init__(
         self,
@@ -67,6 +73,7 @@ class DataParallel(Capability):
         num_processes: int | None = None,
         max_restarts: int = 0,
         bucket_size: int = 25 * 2**20,
+        sync_batchnorm: bool = False,
         **kwargs: Any,
     ) -> None:
         for name, value, least in (("num_processes", num_processes, 1), ("max_restarts", max_restarts, 0)):
@@ -76,7 +83,10 @@ class DataParallel(Capability):
         if max_restarts and num_processes is None:
             raise ConfigError("max_restarts: only processes that the trainer starts are restarted; give num_processes")
         self.max_restarts = max_restarts
+        if not isinstance(sync_batchnorm, bool):
+            raise ConfigError(f"sync_batchnorm: expected True or False, got {sync_batchnorm!r}")
         self._bucket_size = bucket_size
+        self._syncs_norms, self._norm_sync = sync_batchnorm, None
         self._devices = []
         self._group = None
         self._turn = _StepState()
@@ -116,6 +126,15 @@ class DataParallel(Capability):
         context.state["order_seed"] = group.exchange({"seed": context.state["order_seed"]})[0]["seed"]
         super().setup()
         self._start_alike(group)
+        if self._syncs_norms and group.size > 1 and context.model is not None:
+            assert context.run.trainer is not None
+            if any(isinstance(layer, AutoBatch) for layer in layers(context.run.trainer)):
+                raise ConfigError(
+                    "sync_batchnorm: a process whose AutoBatch layer cuts a batch would compute more often than the "
+                    "others, and all would wait for each other; leave out one of the two"
+                )
+            self._norm_sync = NormSync(group, context, self._loss_weight)
+            self._norm_sync.install(context.model)
         if is_fresh and group.rank:
             # Dropout and augmentation must draw different numbers in every process.
             seed_everything(derive_seed(context.state["order_seed"], 0, group.rank, rule="rank"))
@@ -131,6 +150,9 @@ class DataParallel(Capability):
                 group.tell_failure(error)
             super().teardown(error)
         finally:
+            if self._norm_sync is not None:
+                self._norm_sync.remove()
+                self._norm_sync = None
             if group is not None:
                 if isinstance(error, Exception):
                     group.leave()
@@ -238,21 +260,30 @@ class DataParallel(Capability):
         context, turn = self.context, self._turn
         notes = context.run.batch
         if context.progress.batch >= turn.own:
-            notes.num_samples, notes.is_idle = 0, False
+            notes.num_samples, notes.num_tokens, notes.is_idle = 0, 0, False
             # Restore the RNG: an idle batch must not consume random numbers.
             set_rng_state(turn.randomness)
         if not context.run.window.closes:
             turn.samples += notes.num_samples
-            notes.num_records = 0
+            turn.tokens += int(notes.num_tokens)
+            notes.num_records = notes.num_tokens = 0
             return
+        # A step that calls `context.backward` returns its tokens after the gradients were sent.
+        late = int(notes.num_tokens) if notes.optimized and turn.extras is not None else 0
         if turn.extras is None:
             # No optimizer stepped, in any process.
-            extras = torch.tensor([turn.samples + notes.num_samples, *self._flags()], dtype=torch.float64)
+            counts = turn.samples + notes.num_samples, *self._flags(), 0, turn.tokens + int(notes.num_tokens)
+            extras = torch.tensor(counts, dtype=torch.float64)
             group.sum(extras)
             turn.extras = extras.tolist()
-        records, *flags = turn.extras
-        turn.samples, turn.extras, turn.gradients = 0, None, None
-        notes.num_records = round(records)
+        records, *flags, high, low = turn.extras
+        turn.samples, turn.tokens, turn.extras, turn.gradients = 0, late, None, None
+        notes.num_records, notes.num_tokens = round(records), round(high) * _TOKEN_UNIT + round(low)
+        if notes.optimized and self._plans_by_tokens():
+            # Otherwise these tokens are sent with the next update.
+            sums = torch.tensor([late], dtype=torch.int64)
+            group.sum(sums)
+            turn.tokens, notes.num_tokens = 0, notes.num_tokens + int(sums)
         if flags[0]:
             self._apply_stop_request(flags)
 
@@ -296,6 +327,11 @@ class DataParallel(Capability):
         with torch.no_grad():
             group.copy_first([*model.parameters(), *model.buffers()])
 
+    def _loss_weight(self) -> Any:
+        """Return the weight of the loss of this process in the average of the gradients, up to a common factor."""
+        window = self.context.run.window
+        return window.expected if window.size > 1 else self.context.run.num_items
+
     def _store_gradients(self) -> None:
         """Store the gradients of the running window, before an idle batch with weight zero adds to them."""
         window, turn = self.context.run.window, self._turn
@@ -317,9 +353,9 @@ class DataParallel(Capability):
         context, turn = self.context, self._turn
         layout = self._layouts.get(id(optimizer))
         if layout is None or layout.optimizer is not optimizer or not layout.is_whole:
-            layout = self._layouts[id(optimizer)] = _Layout(optimizer, self._bucket_size)
+            layout = self._layouts[id(optimizer)] = GradientLayout(optimizer, self._bucket_size)
         if context.progress.batch >= turn.own:
-            weight, samples = 0, turn.samples
+            weight, samples, tokens = 0, turn.samples, turn.tokens
             if turn.gradients is not None:
                 weight = turn.items
                 for parameter, gradient in turn.gradients:
@@ -327,11 +363,18 @@ class DataParallel(Capability):
         else:
             weight = context.run.window.items if context.run.window.size > 1 else context.run.num_items
             samples = turn.samples + context.run.batch.num_samples
+            tokens = turn.tokens + int(context.run.batch.num_tokens)
         flags = _NO_STOP_REQUEST if context.run.stop_request is None else self._flags()
-        extras = layout.average(group, weight, [samples, *flags])
+        # In two parts, because large numbers are not exact in float32.
+        extras = layout.average(group, weight, [samples, *flags, tokens // _TOKEN_UNIT, tokens % _TOKEN_UNIT])
         context.run.batch.num_averaged = layout.weight
         if turn.extras is None:
             turn.extras = extras
+
+    def _plans_by_tokens(self) -> bool:
+        """Return whether the length or a period of the run is in tokens."""
+        plan = self.context.run.plan
+        return plan is not None and any(isinstance(it, Tokens) for it in (plan.max_length, plan.validate, plan.save))
 
     def _flags(self) -> list[float]:
         """Return whether this process received a stop request, by SIGINT, by SIGTERM, as numbers."""
@@ -354,7 +397,7 @@ class DataParallel(Capability):
 class _StepState:
     """State of this process in the running step."""
 
-    __slots__ = ("agreed", "extras", "gradients", "items", "own", "randomness", "samples")
+    __slots__ = ("agreed", "extras", "gradients", "items", "own", "randomness", "samples", "tokens")
 
     def __init__(self) -> None:
         # The steps of an epoch, if all processes reported the same number.
@@ -363,6 +406,8 @@ class _StepState:
         self.own: float = inf
         # Samples of the batches of the running accumulation window before this one.
         self.samples = 0
+        # Tokens of these batches, and of a last batch whose tokens were returned after its gradients were sent.
+        self.tokens = 0
         # Gradients and items of the running window, if this process has batches for only a part of it.
         self.gradients: list[tuple[Tensor, Tensor | None]] | None = None
         self.items: Any = 0
@@ -372,109 +417,9 @@ class _StepState:
         self.extras: list[float] | None = None
 
 
-class _Layout:
-    """The positions of an optimizer's gradients in the few flat tensors that are summed.
-
-    Optimized for the step of a small model, in which every Python call counts: `map` and `operator` make none.
-    """
-
-    def __init__(self, optimizer: Optimizer, bucket_size: int, num_extras: int = 4) -> None:
-        self.optimizer = optimizer
-        self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self.num_trained = sum(map(_REQUIRES_GRAD, self.parameters))
-        # The weight of all processes in the last average.
-        self.weight = 0.0
-        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for parameter in self.parameters:
-            if parameter.requires_grad:
-                kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-        buckets: list[list[Tensor]] = []
-        for parameters in kinds.values():
-            room = 0
-            for parameter in parameters:
-                if room < parameter.nbytes:
-                    buckets.append([])
-                    room = bucket_size
-                buckets[-1].append(parameter)
-                room -= parameter.nbytes
-        self.buckets = [_Bucket(parameters, num_extras) for parameters in buckets]
-
-    @property
-    def is_whole(self) -> bool:
-        """True if no parameter was frozen, unfrozen or added since the layout was built."""
-        groups = self.optimizer.param_groups
-        return sum(map(len, map(_PARAMS, groups))) == len(self.parameters) and self.num_trained == sum(
-            map(_REQUIRES_GRAD, self.parameters)
-        )
-
-    def average(self, group: Group, weight: Any, extras: list[float]) -> list[float]:
-        """Replace every gradient by the mean over all processes, and return the sums of `extras`."""
-        sums = []
-        for bucket in self.buckets:
-            gradients, has = list(map(_GRAD, bucket.parameters)), bucket.has_all
-            if any(map(is_, gradients, repeat(None))) or any(map(_IS_SPARSE, gradients)):
-                has = [float(gradient is not None) for gradient in gradients]
-                gradients = [_dense(gradient, part) for gradient, part in zip(gradients, bucket.parts, strict=True)]
-            if not isinstance(weight, Tensor) and weight == 0:
-                # Not multiplied by zero: a gradient of an idle process may be infinite.
-                bucket.flat.zero_()
-            elif bucket.is_exact:
-                for gradient, part in zip(gradients, bucket.parts, strict=True):
-                    torch.mul(gradient, weight, out=part)
-            else:
-                for gradient, part in zip(gradients, bucket.parts, strict=True):
-                    part.copy_(gradient).mul_(weight)
-            bucket.tail.copy_(torch.tensor([*has, *extras, 0.0], dtype=bucket.tail.dtype))
-            bucket.tail[-1] = weight
-            sums += bucket.sums
-        if not sums:
-            summed = torch.tensor(extras, dtype=torch.float64)
-            group.sum(summed)
-            return cast("list[float]", summed.tolist())
-        group.sum(*sums)
-        numbers: list[float] = []
-        for bucket in self.buckets:
-            *numbers, self.weight = bucket.tail.tolist()
-            bucket.gradients.div_(self.weight or 1.0)
-            for parameter, part, count in zip(bucket.parameters, bucket.parts, numbers, strict=False):
-                # A parameter that no process used has no gradient, as in a single process.
-                parameter.grad = (part if bucket.is_exact else part.to(parameter.dtype)) if count else None
-            numbers = numbers[len(bucket.parameters) :]
-        return numbers
-
-
-class _Bucket:
-    """Gradients of some parameters in one flat tensor, followed by the numbers that are sent with them.
-
-    Afterwards the gradients of the parameters are views of this tensor, which the next average overwrites, as with
-    torch's `gradient_as_bucket_view`.
-    """
-
-    def __init__(self, parameters: list[Tensor], num_extras: int) -> None:
-        first = parameters[0]
-        dtype = torch.promote_types(first.dtype, torch.float32)
-        sizes = [parameter.numel() for parameter in parameters]
-        num_numbers = len(parameters) + num_extras + 1
-        self.parameters = parameters
-        # Sums in half precision would lose too much.
-        self.is_exact = dtype == first.dtype
-        self.has_all = [1.0] * len(parameters)
-        if first.device.type == "cpu":
-            self.flat = torch.empty(sum(sizes) + num_numbers, dtype=dtype)
-            self.gradients, self.tail = torch.split(self.flat, [sum(sizes), num_numbers])
-            self.sums = [self.flat]
-        else:
-            # The host needs these numbers: as a separate tensor they do not wait for the device.
-            self.flat = self.gradients = torch.empty(sum(sizes), dtype=dtype, device=first.device)
-            self.tail = torch.empty(num_numbers, dtype=dtype)
-            self.sums = [self.flat, self.tail]
-        parts = torch.split(self.gradients, sizes)
-        self.parts = [part.view_as(parameter) for part, parameter in zip(parts, parameters, strict=True)]
-
-
-_GRAD, _REQUIRES_GRAD, _IS_SPARSE = attrgetter("grad"), attrgetter("requires_grad"), attrgetter("is_sparse")
-_PARAMS = itemgetter("params")
 _NO_STOP_REQUEST = (0.0, 0.0, 0.0)
+# Sums of quotients and remainders by this number are exact in float32, for up to 4,096 processes.
+_TOKEN_UNIT = 4096
 
 
 def _any(group: Group, holds: bool) -> bool:
@@ -498,9 +443,3 @@ def _sum_of(meters: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             sums[name] = sums.get(name, 0.0) + value
             counts[name] = counts.get(name, 0) + each["counts"][name]
     return {"sums": sums, "counts": counts, "values": {}}
-
-
-def _dense(gradient: Tensor | None, part: Tensor) -> Tensor:
-    if gradient is None:
-        return torch.zeros_like(part)
-    return gradient.to_dense() if gradient.is_sparse else gradient

@@ -276,6 +276,10 @@ class ShardedDataParallel(DataParallel):
     def _own_items(self) -> Any:
         return self._items if self._is_idle() else self._items + self.context.run.num_items
 
+    def _loss_weight(self) -> Any:
+        # `backward` has multiplied the loss by its items.
+        return super()._loss_weight() if self._mesh is None else 1.0
+
     def _store_gradients(self) -> None:
         """Do nothing: the loss of an idle batch has weight zero and does not change the gradients."""
         if self._mesh is None:
@@ -287,8 +291,10 @@ class ShardedDataParallel(DataParallel):
             super()._average(group, optimizer)
             return
         turn, window = self._turn, self.context.run.window
-        samples = turn.samples + (0 if self._is_idle() else self.context.run.batch.num_samples)
-        sums = torch.tensor([float(self._own_items()), samples, *self._flags()], dtype=torch.float64)
+        notes = self.context.run.batch
+        samples, tokens = (0, 0) if self._is_idle() else (notes.num_samples, int(notes.num_tokens))
+        counts = turn.samples + samples, *self._flags(), 0, turn.tokens + tokens
+        sums = torch.tensor([float(self._own_items()), *counts], dtype=torch.float64)
         group.sum(sums)
         total, *extras = sums.tolist()
         if turn.extras is None:

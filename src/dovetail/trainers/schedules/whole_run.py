@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.trainers.schedules.applied import set_lr
-from dovetail.units import Batches, Epochs, Records, TrainUnit, Updates
+from dovetail.units import Batches, Epochs, Records, Tokens, TrainUnit, Updates
 
 if TYPE_CHECKING:
     from dovetail.trainers.single_process import SingleProcessTrainer
@@ -180,9 +180,12 @@ def set_run_lengths(trainer: SingleProcessTrainer) -> None:
         schedule = scheduler.schedule
         needs_epochs = any(isinstance(it, Epochs) for it in (schedule.warmup, schedule.decay))
         if (schedule.needs_length and num_updates is None) or (needs_epochs and num_batches is None):
+            counts_tokens = isinstance(plan.max_length, Tokens)
+            reason = "a batch has any number of tokens" if counts_tokens else "the data has no length"
+            advice = "" if counts_tokens else ", or a loader with a length"
             raise ConfigError(
-                f"lr_scheduler: {schedule.shape!r} needs the number of updates, but the data has no length and "
-                f"max_length is {plan.max_length}; give max_length=Updates(n), or a loader with a length"
+                f"lr_scheduler: {schedule.shape!r} needs the number of updates, but {reason} and max_length is "
+                f"{plan.max_length}; give max_length=Updates(n){advice}"
             )
         scheduler.set_length(num_updates or 0, per_epoch, before=before)
 
@@ -215,6 +218,8 @@ def _count_updates(
     """Return the updates of a run of the given length, or None if they cannot be known in advance."""
     if isinstance(length, Updates):
         return length.length
+    if isinstance(length, Tokens):
+        return None
     if num_batches is None:
         # Without a length, the batches at which epochs end are unknown, so the shorter last windows are not counted.
         return math.ceil(length.length / window) if isinstance(length, Batches) else None
