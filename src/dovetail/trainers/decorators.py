@@ -273,7 +273,9 @@ class DDPTrainer(DataParallel, TrainerDecorator):
         trainer: Any trainer.
         num_processes: The number of processes to start; None means those that `torchrun` started, or only this one.
         max_restarts: How often a group that lost a process is restarted; it continues from the newest checkpoint.
-        bucket_size: Bytes of gradients that are sent at once.
+        bucket_size: The largest number of bytes of gradients in a message.
+        compression: The form in which gradients are sent: None (in full), "bf16", "fp16", "powersgd", or
+            `PowerSGD(rank, warm_up)`.
 
     Example:
         >>> import torch

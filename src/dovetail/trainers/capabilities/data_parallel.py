@@ -6,10 +6,9 @@ import os
 import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import repeat
+from itertools import takewhile
 from math import inf
-from operator import attrgetter, is_, itemgetter
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,10 +19,14 @@ from dovetail.distributed import Group, PeerError, is_launched
 from dovetail.errors import ConfigError
 from dovetail.runtime.seeds import derive_seed
 from dovetail.trainers.base import Launcher
+from dovetail.trainers.capabilities.compression import Compression, as_compression, mean_state, unit_of
 from dovetail.trainers.capabilities.core import Capability
+from dovetail.trainers.capabilities.exchange import GradientExchange
+from dovetail.trainers.capabilities.timed import Timed
 from dovetail.trainers.context import Stage
 from dovetail.trainers.fitting import check_kind, restoring
 from dovetail.trainers.metrics import Meter
+from dovetail.trainers.preserve_state import layers
 from dovetail.trainers.randomness import rng_state, seed_everything, set_rng_state
 from dovetail.trainers.reading import join_positions
 
@@ -42,7 +45,9 @@ class DataParallel(Capability):
     Args:
         num_processes: The number of processes to start; None means those that `torchrun` started, or only this one.
         max_restarts: How often a group that lost a process is restarted; it continues from the newest checkpoint.
-        bucket_size: Bytes of gradients per message.
+        bucket_size: The largest number of bytes of gradients in a message.
+        compression: The form in which gradients are sent: None (in full), "bf16", "fp16", "powersgd", or
+            `PowerSGD(rank, warm_up)`.
 
     Example:
         >>> import torch
@@ -56,10 +61,15 @@ class DataParallel(Capability):
     num_processes: int | None
     max_restarts: int
     _bucket_size: int
+    _compression: Compression | None
+    # The compression's state of a checkpoint, by the number of the optimizer, until its gradients are first averaged.
+    _saved_compression: dict[str, Any]
     _devices: list[torch.device]
     _group: Group | None
     _turn: _StepState
-    _layouts: dict[int, _Layout]
+    _exchanges: dict[int, GradientExchange]
+    # Those that can send gradients while the backward pass runs.
+    _overlapping: list[GradientExchange]
 
     def __init__(
         self,
@@ -67,6 +77,7 @@ class DataParallel(Capability):
         num_processes: int | None = None,
         max_restarts: int = 0,
         bucket_size: int = 25 * 2**20,
+        compression: str | Compression | None = None,
         **kwargs: Any,
     ) -> None:
         for name, value, least in (("num_processes", num_processes, 1), ("max_restarts", max_restarts, 0)):
@@ -77,10 +88,13 @@ class DataParallel(Capability):
             raise ConfigError("max_restarts: only processes that the trainer starts are restarted; give num_processes")
         self.max_restarts = max_restarts
         self._bucket_size = bucket_size
+        self._compression = as_compression(compression)
+        self._saved_compression = {}
         self._devices = []
         self._group = None
         self._turn = _StepState()
-        self._layouts = {}
+        self._exchanges = {}
+        self._overlapping = []
         super().__init__(*args, **kwargs)
 
     # ------------------------------------------------------------------ once per run
@@ -119,8 +133,10 @@ class DataParallel(Capability):
         if is_fresh and group.rank:
             # Dropout and augmentation must draw different numbers in every process.
             seed_everything(derive_seed(context.state["order_seed"], 0, group.rank, rule="rank"))
+        if self._compression is not None:
+            self._check_compression(self._compression, is_fresh=is_fresh)
         # Drop the state of a step that an error interrupted.
-        self._layouts.clear()
+        self._exchanges, self._overlapping = {}, []
         self._turn, context.run.batch.is_idle = _StepState(), False
 
     def teardown(self, error: BaseException | None) -> None:
@@ -132,6 +148,7 @@ class DataParallel(Capability):
             super().teardown(error)
         finally:
             if group is not None:
+                self._close_exchanges()
                 if isinstance(error, Exception):
                     group.leave()
                 self._group = None
@@ -147,6 +164,8 @@ class DataParallel(Capability):
             self._copy_buffers(group)
         state = super().state_dict()
         own = {"rng": rng_state(), **{name: state[name] for name in _OWN_PARTS}}
+        if self._compression is not None:
+            own["compression"] = self._compression_state()
         all_ranks = [own] if group is None else group.exchange(own)
         by_rank = {name: [each[name] for each in all_ranks] for name in own}
         return {**state, "epoch_start": join_positions(by_rank["epoch_start"]), "data_parallel": by_rank}
@@ -163,6 +182,10 @@ class DataParallel(Capability):
             # The first process continues the sums of all, so that the mean of the epoch counts every sample once.
             own = {"meter": _sum_of(saved["meter"]) if rank == 0 else Meter().state_dict()}
         super().load_state_dict({**state, **own})
+        if self._compression is not None and "compression" in saved:
+            with restoring("data_parallel.compression"):
+                is_own = len(saved["compression"]) == size
+                self._saved_compression = saved["compression"][rank] if is_own else mean_state(saved["compression"])
         if group is None:
             return
         if len(saved.get("rng", ())) == size:
@@ -221,6 +244,29 @@ class DataParallel(Capability):
             if not self.context.run.window.closes:
                 self._store_gradients()
         return super().to_device(batch)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Compute the gradients; in the loop's own backward pass of an update, send those that are complete."""
+        run, turn = self.context.run, self._turn
+        window = run.window
+        # Not before the last backward pass: a step by hand may call it several times, and a window has several batches.
+        if not self._overlapping or kwargs or run.batch.optimized or not window.closes or turn.gradients is not None:
+            super().backward(loss, **kwargs)
+            return
+        weight, factor = window.items if window.size > 1 else run.num_items, None
+        if window.size > 1 and (isinstance(window.correction, Tensor) or window.correction != 1.0):
+            factor = window.correction
+        if self.context.progress.batch >= turn.own:
+            weight = 0
+        for exchange in self._overlapping:
+            if self._compression is not None:
+                exchange.is_compressed = self._compression.applies(self.context.progress.updates)
+            exchange.open(weight, factor)
+        try:
+            super().backward(loss)
+        finally:
+            for exchange in self._overlapping:
+                exchange.close()
 
     def clip_gradients(self, optimizer: Optimizer) -> None:
         """Average the gradients over all processes, then clip."""
@@ -315,9 +361,6 @@ class DataParallel(Capability):
     def _average(self, group: Group, optimizer: Optimizer) -> None:
         """Average an optimizer's gradients over all processes; counts and stop flags are sent in the same message."""
         context, turn = self.context, self._turn
-        layout = self._layouts.get(id(optimizer))
-        if layout is None or layout.optimizer is not optimizer or not layout.is_whole:
-            layout = self._layouts[id(optimizer)] = _Layout(optimizer, self._bucket_size)
         if context.progress.batch >= turn.own:
             weight, samples = 0, turn.samples
             if turn.gradients is not None:
@@ -328,10 +371,83 @@ class DataParallel(Capability):
             weight = context.run.window.items if context.run.window.size > 1 else context.run.num_items
             samples = turn.samples + context.run.batch.num_samples
         flags = _NO_STOP_REQUEST if context.run.stop_request is None else self._flags()
-        extras = layout.average(group, weight, [samples, *flags])
-        context.run.batch.num_averaged = layout.weight
+        exchange = self._exchanges.get(id(optimizer))
+        extras = None
+        if self._compression is not None and exchange is not None:
+            exchange.is_compressed = self._compression.applies(context.progress.updates)
+        if exchange is not None and exchange.optimizer is optimizer:
+            extras = exchange.average(group, weight, [samples, *flags])
+        if exchange is None or extras is None:
+            exchange = self._new_exchange(group, optimizer, weight)
+            extras = exchange.average(group, weight, [samples, *flags])
+        context.run.batch.num_averaged = exchange.weight
         if turn.extras is None:
             turn.extras = extras
+
+    def _new_exchange(self, group: Group, optimizer: Optimizer, weight: Any) -> GradientExchange:
+        """Divide the gradients of an optimizer into buckets. A collective call."""
+        compression, position = self._compression, self._position(optimizer)
+        old = self._exchanges.get(id(optimizer))
+        if old is not None:
+            old.leave()
+        model = self.context.model
+        order = () if model is None else model.parameters()
+        saved, unit = self._saved_compression.pop(position, None), 1.0
+        if saved is not None:
+            unit = saved["unit"]
+        elif compression is not None and compression.needs_unit:
+            total = torch.tensor([float(weight)], dtype=torch.float64)
+            group.sum(total)
+            unit = unit_of(total.item())
+        exchange = GradientExchange(optimizer, order, self._bucket_size, compression, unit)
+        self._exchanges[id(optimizer)] = exchange
+        if saved is not None:
+            exchange.load_state_dict(saved)
+        exchange.is_compressed = compression is not None and compression.applies(self.context.progress.updates)
+        if group.size > 1:
+            exchange.prepare_overlap(group)
+        if not self._can_overlap():
+            exchange.stop_overlap()
+        self._overlapping = [it for it in self._exchanges.values() if it.overlaps]
+        return exchange
+
+    def _can_overlap(self) -> bool:
+        """Return whether only the library's code runs between the end of a gradient and its average."""
+        trainer = self.context.run.trainer
+        assert trainer is not None
+        # Verbs outside of this layer run before the average; a backward pass of the user may change its gradients.
+        outside = takewhile(lambda it: not issubclass(it, DataParallel), trainer._customized_by("clip_gradients"))
+        changing = {*trainer._customized_by("backward"), *outside} - {DataParallel, Timed}
+        replaced = [it for it in layers(trainer) if vars(it).keys() & {"backward", "clip_gradients"}]
+        return not changing and not replaced
+
+    def _close_exchanges(self) -> None:
+        """Remove the hooks, and store the state of the compression for another run."""
+        if self._compression is not None:
+            self._saved_compression = self._compression_state()
+        for exchange in self._exchanges.values():
+            exchange.leave()
+        self._exchanges, self._overlapping = {}, []
+
+    def _check_compression(self, compression: Compression, *, is_fresh: bool) -> None:
+        """Raise if the errors of a compression cannot be added to later gradients; a new run starts without errors."""
+        precision = self.context.precision
+        if compression.has_feedback and precision is not None and precision.scaler is not None:
+            raise ConfigError(
+                f"compression: {compression!r} adds the errors of one update to the next one, whose loss fp16 may "
+                "scale by another factor; use precision='bf16', or compression='fp16'"
+            )
+        if is_fresh:
+            self._saved_compression = {}
+
+    def _compression_state(self) -> dict[str, Any]:
+        running = {self._position(it.optimizer): it.state_dict() for it in self._exchanges.values()}
+        return {**self._saved_compression, **running}
+
+    def _position(self, optimizer: Optimizer) -> str:
+        """Return the name of an optimizer in a checkpoint: its number among those of the trainer."""
+        optimizers = self.context.optimizers
+        return str(optimizers.index(optimizer) if optimizer in optimizers else len(optimizers))
 
     def _flags(self) -> list[float]:
         """Return whether this process received a stop request, by SIGINT, by SIGTERM, as numbers."""
@@ -372,108 +488,6 @@ class _StepState:
         self.extras: list[float] | None = None
 
 
-class _Layout:
-    """The positions of an optimizer's gradients in the few flat tensors that are summed.
-
-    Optimized for the step of a small model, in which every Python call counts: `map` and `operator` make none.
-    """
-
-    def __init__(self, optimizer: Optimizer, bucket_size: int, num_extras: int = 4) -> None:
-        self.optimizer = optimizer
-        self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self.num_trained = sum(map(_REQUIRES_GRAD, self.parameters))
-        # The weight of all processes in the last average.
-        self.weight = 0.0
-        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for parameter in self.parameters:
-            if parameter.requires_grad:
-                kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-        buckets: list[list[Tensor]] = []
-        for parameters in kinds.values():
-            room = 0
-            for parameter in parameters:
-                if room < parameter.nbytes:
-                    buckets.append([])
-                    room = bucket_size
-                buckets[-1].append(parameter)
-                room -= parameter.nbytes
-        self.buckets = [_Bucket(parameters, num_extras) for parameters in buckets]
-
-    @property
-    def is_whole(self) -> bool:
-        """True if no parameter was frozen, unfrozen or added since the layout was built."""
-        groups = self.optimizer.param_groups
-        return sum(map(len, map(_PARAMS, groups))) == len(self.parameters) and self.num_trained == sum(
-            map(_REQUIRES_GRAD, self.parameters)
-        )
-
-    def average(self, group: Group, weight: Any, extras: list[float]) -> list[float]:
-        """Replace every gradient by the mean over all processes, and return the sums of `extras`."""
-        sums = []
-        for bucket in self.buckets:
-            gradients, has = list(map(_GRAD, bucket.parameters)), bucket.has_all
-            if any(map(is_, gradients, repeat(None))) or any(map(_IS_SPARSE, gradients)):
-                has = [float(gradient is not None) for gradient in gradients]
-                gradients = [_dense(gradient, part) for gradient, part in zip(gradients, bucket.parts, strict=True)]
-            if not isinstance(weight, Tensor) and weight == 0:
-                # Not multiplied by zero: a gradient of an idle process may be infinite.
-                bucket.flat.zero_()
-            elif bucket.is_exact:
-                for gradient, part in zip(gradients, bucket.parts, strict=True):
-                    torch.mul(gradient, weight, out=part)
-            else:
-                for gradient, part in zip(gradients, bucket.parts, strict=True):
-                    part.copy_(gradient).mul_(weight)
-            bucket.tail.copy_(torch.tensor([*has, *extras, 0.0], dtype=bucket.tail.dtype))
-            bucket.tail[-1] = weight
-            sums += bucket.sums
-        if not sums:
-            summed = torch.tensor(extras, dtype=torch.float64)
-            group.sum(summed)
-            return cast("list[float]", summed.tolist())
-        group.sum(*sums)
-        numbers: list[float] = []
-        for bucket in self.buckets:
-            *numbers, self.weight = bucket.tail.tolist()
-            bucket.gradients.div_(self.weight or 1.0)
-            for parameter, part, count in zip(bucket.parameters, bucket.parts, numbers, strict=False):
-                # A parameter that no process used has no gradient, as in a single process.
-                parameter.grad = (part if bucket.is_exact else part.to(parameter.dtype)) if count else None
-            numbers = numbers[len(bucket.parameters) :]
-        return numbers
-
-
-class _Bucket:
-    """Gradients of some parameters in one flat tensor, followed by the numbers that are sent with them.
-
-    Afterwards the gradients of the parameters are views of this tensor, which the next average overwrites, as with
-    torch's `gradient_as_bucket_view`.
-    """
-
-    def __init__(self, parameters: list[Tensor], num_extras: int) -> None:
-        first = parameters[0]
-        dtype = torch.promote_types(first.dtype, torch.float32)
-        sizes = [parameter.numel() for parameter in parameters]
-        num_numbers = len(parameters) + num_extras + 1
-        self.parameters = parameters
-        # Sums in half precision would lose too much.
-        self.is_exact = dtype == first.dtype
-        self.has_all = [1.0] * len(parameters)
-        if first.device.type == "cpu":
-            self.flat = torch.empty(sum(sizes) + num_numbers, dtype=dtype)
-            self.gradients, self.tail = torch.split(self.flat, [sum(sizes), num_numbers])
-            self.sums = [self.flat]
-        else:
-            # The host needs these numbers: as a separate tensor they do not wait for the device.
-            self.flat = self.gradients = torch.empty(sum(sizes), dtype=dtype, device=first.device)
-            self.tail = torch.empty(num_numbers, dtype=dtype)
-            self.sums = [self.flat, self.tail]
-        parts = torch.split(self.gradients, sizes)
-        self.parts = [part.view_as(parameter) for part, parameter in zip(parts, parameters, strict=True)]
-
-
-_GRAD, _REQUIRES_GRAD, _IS_SPARSE = attrgetter("grad"), attrgetter("requires_grad"), attrgetter("is_sparse")
-_PARAMS = itemgetter("params")
 _NO_STOP_REQUEST = (0.0, 0.0, 0.0)
 
 
@@ -498,9 +512,3 @@ def _sum_of(meters: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             sums[name] = sums.get(name, 0.0) + value
             counts[name] = counts.get(name, 0) + each["counts"][name]
     return {"sums": sums, "counts": counts, "values": {}}
-
-
-def _dense(gradient: Tensor | None, part: Tensor) -> Tensor:
-    if gradient is None:
-        return torch.zeros_like(part)
-    return gradient.to_dense() if gradient.is_sparse else gradient

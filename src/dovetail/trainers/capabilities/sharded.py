@@ -64,9 +64,9 @@ class ShardedDataParallel(DataParallel):
     def __init__(
         self, *args: Any, shard: Blocks | None = None, reshard_after_forward: bool | None = None, **kwargs: Any
     ) -> None:
-        if "bucket_size" in kwargs:
+        for name in {"bucket_size", "compression"} & kwargs.keys():
             raise ConfigError(
-                "bucket_size: torch sends the gradients of a sharded model block by block; choose blocks with shard=…"
+                f"{name}: torch sends the gradients of a sharded model block by block; choose blocks with shard=…"
             )
         if shard is not None and not callable(shard) and not _are_modules(shard):
             raise ConfigError(f"shard: expected classes of modules, a function of a module, or None, got {shard!r}")
