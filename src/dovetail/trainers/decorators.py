@@ -379,6 +379,7 @@ class FSDPTrainer(ShardedDataParallel, TrainerDecorator):
         shard: The modules that are gathered and sharded as a whole: classes of modules, a predicate of a module, or
             None for every direct child of the model.
         reshard_after_forward: True to free the gathered parameters between forward and backward, too.
+        mesh: The number of copies of the model, and the number of parts of each: `{"replicate": 2, "shard": 4}`.
 
     Example:
         >>> import torch

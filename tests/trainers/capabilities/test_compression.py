@@ -58,7 +58,7 @@ def drawn(number: int, seed: int = 0) -> list[Tensor]:
     return [torch.randn(size, generator=generator, dtype=torch.float64) for _ in range(number)]
 
 
-def test_what_powersgd_omits_is_the_error_that_it_stores() -> None:
+def test_powersgd_stores_the_error_of_every_average() -> None:
     """The sum of all averages and of the mean error is the sum of all true means."""
     ranks, weights = [Rank(PowerSGD(rank=1)) for _ in range(3)], [2.0, 3.0, 5.0]
     sent, true = torch.zeros(1), torch.zeros(1)
@@ -71,7 +71,7 @@ def test_what_powersgd_omits_is_the_error_that_it_stores() -> None:
     torch.testing.assert_close(sent + error, true, rtol=0, atol=1e-12)
 
 
-def test_the_error_of_an_idle_process_stays_until_it_has_a_weight() -> None:
+def test_an_idle_process_keeps_its_error() -> None:
     ranks = [Rank(PowerSGD(rank=1)) for _ in range(2)]
     average(ranks, drawn(2), [1.0, 1.0])
     before = errors(ranks[1].codec)

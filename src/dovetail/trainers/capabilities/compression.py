@@ -155,7 +155,7 @@ def as_compression(value: Any) -> Compression | None:
 
 
 def unit_of(total: float) -> float:
-    """Return the power of two that is nearest to a total weight: a division by it rounds nothing."""
+    """Return the power of two that is nearest to a total weight: a division by it is exact."""
     return 2.0 ** round(math.log2(total)) if total > 0 else 1.0
 
 
