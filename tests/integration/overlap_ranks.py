@@ -52,6 +52,16 @@ def data(size: int) -> tuple[Tensor, Tensor]:
     return inputs, (inputs.sum(dim=1) > 0).long()
 
 
+def hook(tensor: Any, function: Callable[[Tensor], Any]) -> None:
+    """Call a function with the gradient of a tensor."""
+    tensor.register_hook(function)
+
+
+def after_gradient(parameter: Any, function: Callable[[Tensor], Any]) -> None:
+    """Call a function with a parameter that has its gradient."""
+    parameter.register_post_accumulate_grad_hook(function)
+
+
 class Net(nn.Module):
     """Four layers; `early` is the number of messages that were sent before the first layer had its gradients."""
 
@@ -67,7 +77,7 @@ class Net(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         hidden: Tensor = self.layers[0](inputs)
         if hidden.requires_grad and self.trainer:
-            hidden.register_hook(self._count)
+            hook(hidden, self._count)
         for layer in list(self.layers)[1:]:
             hidden = layer(hidden.tanh())
         return hidden
@@ -163,7 +173,7 @@ class TwoParts(Trainer):
 
 
 # No options of optimizers, which the class makes itself.
-OWN_RATES = dict.fromkeys(("optim_function", "learning_rate", "momentum", "weight_decay"))
+OWN_RATES: dict[str, Any] = dict.fromkeys(("optim_function", "learning_rate", "momentum", "weight_decay"))
 
 
 @case
@@ -255,7 +265,7 @@ def hooked(scale: Callable[[nn.Parameter], Any]) -> Callable[[], Net]:
 
 @case
 def hooks_of_gradients(folder: Path) -> Any:
-    return both(data(53), hooked(lambda parameter: parameter.register_hook(lambda gradient: gradient * 0.5)))
+    return both(data(53), hooked(lambda parameter: hook(parameter, lambda gradient: gradient * 0.5)))
 
 
 def halve(parameter: Tensor) -> None:
@@ -265,7 +275,7 @@ def halve(parameter: Tensor) -> None:
 
 @case
 def hooks_of_parameters(folder: Path) -> Any:
-    return both(data(53), hooked(lambda parameter: parameter.register_post_accumulate_grad_hook(halve)))
+    return both(data(53), hooked(lambda parameter: after_gradient(parameter, halve)))
 
 
 class Halves(TrainerDecorator):
@@ -319,7 +329,7 @@ def stop_requests(folder: Path) -> Any:
 def plain_torch(folder: Path) -> Any:
     """The weights of a loop that is written by hand: Σ w·g / Σ w, over the batches of both processes."""
     inputs, targets = data(53)
-    batches = list(zip(inputs.split(6), targets.split(6), strict=True))
+    batches = list(zip(torch.split(inputs, 6), torch.split(targets, 6), strict=True))
     module = Net()
     trainer = DDPTrainer(Trainer(module, "cpu", **SETTINGS), bucket_size=SMALL)
     module.trainer.append(trainer)
@@ -405,7 +415,7 @@ def a_process_that_ends_inside_backward(folder: Path) -> Any:
     class Ends(Callback):
         def on_step_start(self, context: Any, batch: Any) -> None:
             if rank() == 1 and context.progress.batches == 3:
-                module.layers[1].weight.register_hook(lambda gradient: finish())
+                hook(dict(module.named_parameters())["layers.1.weight"], lambda gradient: finish())
 
     trainer = DDPTrainer(Trainer(module, "cpu", **SETTINGS, callbacks=[Ends()]), bucket_size=SMALL)
     started = time.monotonic()

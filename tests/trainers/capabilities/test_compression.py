@@ -22,7 +22,7 @@ class Rank:
     def __init__(self, compression: Compression, unit: float = 1.0) -> None:
         sizes = [torch.Size(shape).numel() for shape in SHAPES]
         self.flat = torch.zeros(sum(sizes), dtype=torch.float64)
-        self.parts = [part.view(shape) for part, shape in zip(self.flat.split(sizes), SHAPES, strict=True)]
+        self.parts = [part.view(shape) for part, shape in zip(torch.split(self.flat, sizes), SHAPES, strict=True)]
         self.codec = compression.codec(self.parts, self.flat, unit, 0)
 
 
