@@ -214,6 +214,7 @@ class DataParallel(Capability):
             self._copy_buffers(group)
             return own
         self._turn.own = inf
+        self._prepare_exchanges(group)
         return self._padded(group, own, super().num_batches(stage))
 
     def reduce(self, meter: Meter) -> Meter:
@@ -383,6 +384,13 @@ class DataParallel(Capability):
         context.run.batch.num_averaged = exchange.weight
         if turn.extras is None:
             turn.extras = extras
+
+    def _prepare_exchanges(self, group: Group) -> None:
+        """Divide the gradients before the first batch, so that its gradients already travel in its backward pass."""
+        # A compression may need the weights of an update, which are known when it is averaged.
+        for optimizer in self.context.optimizers if self._compression is None else ():
+            if id(optimizer) not in self._exchanges:
+                self._new_exchange(group, optimizer, 0)
 
     def _new_exchange(self, group: Group, optimizer: Optimizer, weight: Any) -> GradientExchange:
         """Divide the gradients of an optimizer into buckets. A collective call."""

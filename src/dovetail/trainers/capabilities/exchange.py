@@ -73,6 +73,7 @@ class GradientExchange:
         self._channel: dist.ProcessGroup | None = None
         self._hooks: list[Any] = []
         self._is_open = False
+        self._is_first = True
         # The weight of this process, the factor of an accumulation window, and the number of buckets sent so far.
         self._sent_weight: Any = 0
         self._factor: Any = None
@@ -116,7 +117,6 @@ class GradientExchange:
         self._channel = group.new_channel()
         for bucket in self.buckets[:-1]:
             for number, parameter in enumerate(bucket.parameters):
-                bucket.is_used[number] = parameter.grad is not None
                 register: Any = parameter.register_post_accumulate_grad_hook
                 self._hooks.append(register(self._hook(bucket, number)))
         return True
@@ -220,6 +220,10 @@ class GradientExchange:
     def _sum_buckets(self, group: Group, weight: Any, extras: list[float]) -> None:
         """Send the remaining buckets, wait for all of them, and divide the sums."""
         num_sent, is_compressed = self._num_sent, self.is_compressed
+        if self._is_first:
+            self._is_first = False
+            for bucket in self.buckets:
+                bucket.is_used = [parameter.grad is not None for parameter in bucket.parameters]
         if num_sent:
             extras = [*extras[:-1], self._num_changed(weight)]
         # Before anything is sent, so that an error of these lines is not taken for the loss of a process.
@@ -313,7 +317,7 @@ class Bucket:
         self.works: list[Any] = []
         self.counts: list[float] = []
         self.sent: list[tuple[Tensor | None, int]] = []
-        # Whether this process has ever had a gradient of each parameter.
+        # Whether this process has ever had a gradient of each parameter; before the first update, all are expected.
         self.is_used = [True] * len(parameters)
 
     @property

@@ -294,6 +294,11 @@ class ShardedDataParallel(DataParallel):
         if self._mesh is None:
             super()._store_gradients()
 
+    def _prepare_exchanges(self, group: Group) -> None:
+        """Do nothing: torch sends the gradients of a sharded model."""
+        if self._mesh is None:
+            super()._prepare_exchanges(group)
+
     def _average(self, group: Group, optimizer: Optimizer) -> None:
         """Complete the average: backward has summed gradients that each process weighted by its own items."""
         if self._mesh is None:
