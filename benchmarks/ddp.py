@@ -3,14 +3,18 @@
     python benchmarks/ddp.py
 
 Each round trains both ways in the same two processes, one after the other, the order changing from round to round;
-for scale, so does the hand-written side against itself.
+for scale, so does the hand-written side against itself. The second table repeats this over slow networks: a network
+namespace whose loopback `tc` limits to a rate. This needs `unshare`, `ip` and `tc`, and the permission to use them.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,15 +28,21 @@ __all__ = ["main"]
 BAR = 1.02
 # Rounds, and those of a quick run.
 ROUNDS = (31, 3)
+# Rates of the limited loopback, with the steps and rounds of each; a step at the slowest rate takes a second.
+RATES = {"10gbit": (10, (31, 3)), "1gbit": (4, (25, 2)), "400mbit": (3, (17, 2))}
 
 
 def main(arguments: list[str] | None = None) -> int:
     words = parser(__doc__)
     words.add_argument("--target", type=Path, help="be one of the processes: write what was found to this file")
+    words.add_argument("--rate", choices=RATES, help="train over a loopback of this rate; only in such a namespace")
+    words.add_argument("--only-rate", choices=RATES, help="measure at this rate and nothing else, and write no result")
     options = words.parse_args(arguments)
     if options.target is not None:
-        return work(options.target, ROUNDS[options.quick])
-    found = run_pair(__file__, "--target", options.quick)
+        return work(options.target, options.rate, is_quick=options.quick)
+    if options.only_rate is not None:
+        print(json.dumps({options.only_rate: _rows(run_limited(options.only_rate, options.quick))}, default=str))
+        return 0
     section = Section(
         "ddp",
         "Several processes",
@@ -40,6 +50,28 @@ def main(arguments: list[str] | None = None) -> int:
         "`DistributedDataParallel`: two processes of one thread each, gloo over the loopback.",
         is_quick=options.quick,
     )
+    columns = ("by hand, ms", "ours, ms")
+    note = f"{ROUNDS[options.quick]} rounds."
+    rows = _rows(run_pair(__file__, "--target", options.quick))
+    section.add(Table("Time of a step in two processes", "time over by hand", rows, columns, note=note))
+    limited = []
+    for rate in RATES:
+        found = run_limited(rate, options.quick)
+        if found is None:
+            # Loud, so that a missing table is not mistaken for a passed one.
+            print(f"NOT MEASURED: the network of {rate}: {NO_NAMESPACE}", file=sys.stderr)
+        else:
+            limited += _rows(found)
+    note = "Six layers of 1024 × 1024: 25 MB of gradients." if limited else f"NOT MEASURED: {NO_NAMESPACE}."
+    section.add(Table("Time of a step over a slow network", "time over by hand", limited, columns, note=note))
+    section.save(options)
+    return 0
+
+
+NO_NAMESPACE = "a network namespace with a limited loopback cannot be made here (unshare -n, ip link, tc qdisc)"
+
+
+def _rows(found: Any) -> list[Row]:
     rows = []
     for name, times in found.items():
         hand, ours, again = zip(*times, strict=True)
@@ -48,14 +80,30 @@ def main(arguments: list[str] | None = None) -> int:
         shown = tuple(f"{statistics.median(column) * 1e3:.3f}" for column in (hand, ours))
         rows.append(Row(f"dovetail: {name}", samples, BAR, verdict=verdict(samples, BAR, noise=noise), cells=shown))
         rows.append(Row(f"by hand, twice: {name}", ratios(again, hand), is_noise=True))
-    note = f"{ROUNDS[options.quick]} rounds."
-    columns = ("by hand, ms", "ours, ms")
-    section.add(Table("Time of a step in two processes", "time over by hand", rows, columns, note=note))
-    section.save(options)
-    return 0
+    return rows
 
 
-def work(target: Path, rounds: int) -> int:
+def run_limited(rate: str, quick: bool) -> Any:
+    """Run both processes over a loopback of a rate, and return the times; None if there can be no namespace."""
+    limit = f"ip link set lo up && tc qdisc add dev lo root tbf rate {rate} burst 2mb latency 100ms"
+    inside = ["unshare", "--net", *([] if os.geteuid() == 0 else ["--map-root-user"]), "sh", "-ec"]
+    try:
+        subprocess.run([*inside, limit], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    folder = Path(__file__).parent
+    with tempfile.TemporaryDirectory() as place:
+        target = Path(place, "found.json")
+        program = (
+            f"import sys, json; sys.path.insert(0, {str(folder)!r}); from pair import run_pair; "
+            f"found = run_pair({__file__!r}, '--target', {quick}, '--rate', {rate!r}); "
+            f"open({str(target)!r}, 'w').write(json.dumps(found))"
+        )
+        subprocess.run([*inside, f'{limit}; exec "$@"', "sh", sys.executable, "-c", program], check=True)
+        return json.loads(target.read_text())
+
+
+def work(target: Path, rate: str | None, *, is_quick: bool) -> int:
     import torch
     import torch.distributed as dist
     from torch import Tensor, nn
@@ -86,11 +134,18 @@ def work(target: Path, rounds: int) -> int:
             nn.Linear(32 * 49, 10),
         )
 
+    def square() -> nn.Module:
+        return nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(1024, 1024), nn.ReLU())))
+
     problems: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
         "MLP": (mlp, (64,), 150),
         "wide MLP, 4 MB": (wide, (64,), 30),
         "CNN": (cnn, (1, 28, 28), 30),
     }
+    rounds = ROUNDS[is_quick]
+    if rate is not None:
+        steps, choices = RATES[rate]
+        problems, rounds = {rate: (square, (1024,), steps)}, choices[is_quick]
 
     def by_hand(make: Callable[[], nn.Module], batches: list[tuple[Tensor, Tensor]]) -> Callable[[], float]:
         torch.manual_seed(0)

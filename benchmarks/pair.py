@@ -14,20 +14,21 @@ from typing import Any
 __all__ = ["run_pair"]
 
 
-def run_pair(script: str, option: str, quick: bool) -> Any:
+def run_pair(script: str, option: str, quick: bool, *more: str) -> Any:
     """Start a script twice, as torchrun would, and return what it has written as JSON to the file that it is given.
 
     Args:
         script: Its path.
         option: What the file is given with.
         quick: Whether it is told to be quick.
+        more: Further arguments of the script.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder, "found.json")
-        command = [sys.executable, script, option, str(target), *(["--quick"] if quick else [])]
+        command = [sys.executable, script, option, str(target), *(["--quick"] if quick else []), *more]
         processes = [
             subprocess.Popen(
                 command,

@@ -176,6 +176,18 @@ class Group:
                 raise PeerError(self._describe_lost_peers()) from error
             raise
 
+    def new_channel(self) -> dist.ProcessGroup:
+        """Return another group of the same processes, whose messages keep their own order. A collective call."""
+        world: Any = dist.group.WORLD
+        options = getattr(world._get_backend(torch.device("cpu")), "options", None)
+        # Torch gives a new group the default timeout, and not the timeout that a user's script chose.
+        channel: dist.ProcessGroup = dist.new_group(timeout=getattr(options, "_timeout", None))
+        return channel
+
+    def lost(self) -> PeerError:
+        """Return the error to raise after a failed collective operation, with the names of the missing processes."""
+        return PeerError(self._describe_lost_peers())
+
     def tell_failure(self, error: BaseException) -> None:
         """Send the error with which this process exits to the other processes, if they can be reached."""
         if self._store is not None:

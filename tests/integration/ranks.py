@@ -42,9 +42,9 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def layer(trainer: Trainer) -> Any:
-    """The trainer of a group, or the plain one where there is none."""
-    return DDPTrainer(trainer) if world() > 1 else trainer
+def layer(trainer: Trainer, bucket_size: int = 128) -> Any:
+    """The trainer of a group, or the plain one where there is none; small messages travel during the backward pass."""
+    return DDPTrainer(trainer, bucket_size=bucket_size) if world() > 1 else trainer
 
 
 def data(size: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -496,8 +496,11 @@ def python_calls(folder: Path) -> Any:
         found: float = cost["calls_per_step"](prepare)[1]
         return found
 
-    alone = own_calls(layer)
-    return {"amp": own_calls(lambda it: AMPTrainer(layer(it), precision="bf16")) - alone, "all": alone}
+    def whole(trainer: Any) -> Any:
+        return layer(trainer, bucket_size=2**20)
+
+    alone = own_calls(whole)
+    return {"amp": own_calls(lambda it: AMPTrainer(whole(it), precision="bf16")) - alone, "all": alone}
 
 
 # ------------------------------------------------------------------ the end

@@ -1,6 +1,6 @@
 """Trainers: the training loop, the single-process trainer, and the layers that decorate it."""
 
-from dovetail.trainers.capabilities import find_batch_size
+from dovetail.trainers.capabilities import PowerSGD, find_batch_size
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.decorators import (
     AbstractTrainerDecorator,
@@ -31,6 +31,7 @@ __all__ = [
     "FSDPTrainer",
     "LRFinder",
     "MeanOf",
+    "PowerSGD",
     "PrivateTrainer",
     "SingleProcess",
     "SingleProcessAMP",

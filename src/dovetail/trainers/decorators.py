@@ -273,7 +273,9 @@ class DDPTrainer(DataParallel, TrainerDecorator):
         trainer: Any trainer.
         num_processes: The number of processes to start; None means those that `torchrun` started, or only this one.
         max_restarts: How often a group that lost a process is restarted; it continues from the newest checkpoint.
-        bucket_size: Bytes of gradients that are sent at once.
+        bucket_size: The largest number of bytes of gradients in a message.
+        compression: The form in which gradients are sent: None (in full), "bf16", "fp16", "powersgd", or
+            `PowerSGD(rank, warm_up)`.
         sync_batchnorm: True to normalise by the batches of all processes in `nn.BatchNorm`.
 
     Example:
@@ -386,6 +388,7 @@ class FSDPTrainer(ShardedDataParallel, TrainerDecorator):
             None for every direct child of the model.
         reshard_after_forward: True to free the gathered parameters between forward and backward, too.
         sync_batchnorm: True to normalise by the batches of all processes in `nn.BatchNorm`.
+        mesh: The number of copies of the model, and the number of parts of each: `{"replicate": 2, "shard": 4}`.
 
     Example:
         >>> import torch

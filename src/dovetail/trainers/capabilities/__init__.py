@@ -2,6 +2,7 @@
 
 from dovetail.trainers.capabilities.auto_batch import AutoBatch, find_batch_size
 from dovetail.trainers.capabilities.compiled import Compiled
+from dovetail.trainers.capabilities.compression import HalfPrecision, PowerSGD
 from dovetail.trainers.capabilities.core import Capability, capabilities_of
 from dovetail.trainers.capabilities.data_parallel import DataParallel
 from dovetail.trainers.capabilities.mixed_precision import MixedPrecision
@@ -15,7 +16,9 @@ __all__ = [
     "Compiled",
     "DataParallel",
     "DifferentialPrivacy",
+    "HalfPrecision",
     "MixedPrecision",
+    "PowerSGD",
     "ShardedDataParallel",
     "Timed",
     "capabilities_of",

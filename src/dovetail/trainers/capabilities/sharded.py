@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -41,6 +42,9 @@ class ShardedDataParallel(DataParallel):
             called as modules: a weight that is read outside of the call is sharded.
         reshard_after_forward: True to free a block between forward and backward, too, which saves memory and
             sends its weights twice; None means torch's default.
+        mesh: The number of copies of the model, and the number of parts of each copy: `{"replicate": 2, "shard": 4}`
+            for 8 processes (hybrid sharding). One of the two may be -1: all processes that are left. None means one
+            copy. Consecutive ranks hold one copy, so with 4 processes per machine its parts stay on one machine.
 
     Example:
         >>> import torch
@@ -53,6 +57,7 @@ class ShardedDataParallel(DataParallel):
 
     _blocks: Blocks | None
     _reshard_after_forward: bool | None
+    _mesh_sizes: dict[str, int] | None
     _mesh: DeviceMesh | None
     # Pairs of each parameter before and after sharding.
     _sharded_parameters: list[tuple[Tensor, Tensor]]
@@ -62,15 +67,21 @@ class ShardedDataParallel(DataParallel):
     _items: Any
 
     def __init__(
-        self, *args: Any, shard: Blocks | None = None, reshard_after_forward: bool | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        shard: Blocks | None = None,
+        reshard_after_forward: bool | None = None,
+        mesh: Mapping[str, int] | None = None,
+        **kwargs: Any,
     ) -> None:
-        if "bucket_size" in kwargs:
+        for name in {"bucket_size", "compression"} & kwargs.keys():
             raise ConfigError(
-                "bucket_size: torch sends the gradients of a sharded model block by block; choose blocks with shard=…"
+                f"{name}: torch sends the gradients of a sharded model block by block; choose blocks with shard=…"
             )
         if shard is not None and not callable(shard) and not _are_modules(shard):
             raise ConfigError(f"shard: expected classes of modules, a function of a module, or None, got {shard!r}")
         self._blocks = shard
+        self._mesh_sizes = None if mesh is None else _checked_mesh(mesh)
         self._reshard_after_forward = reshard_after_forward
         self._mesh = None
         self._sharded_parameters = []
@@ -174,6 +185,7 @@ class ShardedDataParallel(DataParallel):
         """Shard the model over the processes, and remember which parameters replace which."""
         context, model = self.context, self.context.model
         self._unit, self._items = None, 0
+        mesh_sizes(self._mesh_sizes, group.size)
         if group.size == 1 or model is None:
             return
         from torch.distributed.device_mesh import init_device_mesh
@@ -188,7 +200,8 @@ class ShardedDataParallel(DataParallel):
         with torch.no_grad():
             # Before sharding, while every process still has whole tensors.
             group.copy_first([*model.parameters(), *model.buffers()])
-        self._mesh = init_device_mesh(context.device.type, (group.size,))
+        sizes = mesh_sizes(self._mesh_sizes, group.size)
+        self._mesh = init_device_mesh(context.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         before = dict(model.named_parameters())
         # A scalar cannot be sharded.
         numbers = {parameter for parameter in before.values() if parameter.ndim == 0}
@@ -285,6 +298,11 @@ class ShardedDataParallel(DataParallel):
         if self._mesh is None:
             super()._store_gradients()
 
+    def _prepare_exchanges(self, group: Group) -> None:
+        """Do nothing: torch sends the gradients of a sharded model."""
+        if self._mesh is None:
+            super()._prepare_exchanges(group)
+
     def _average(self, group: Group, optimizer: Optimizer) -> None:
         """Complete the average: backward has summed gradients that each process weighted by its own items."""
         if self._mesh is None:
@@ -326,11 +344,54 @@ class _Parts:
         """Return a tensor that is sharded by rows, like FSDP's parameters."""
         from torch.distributed.tensor import Replicate, Shard, zeros
 
-        placement = Shard(0) if len(shape) else Replicate()
-        return zeros(*shape, dtype=dtype, device_mesh=self._mesh, placements=[placement])
+        # The last dimension of the mesh shards; a first one has copies.
+        placements = [Replicate()] * (self._mesh.ndim - 1) + [Shard(0) if len(shape) else Replicate()]
+        return zeros(*shape, dtype=dtype, device_mesh=self._mesh, placements=placements)
 
 
 _END = object()
+
+
+def mesh_sizes(mesh: Mapping[str, int] | None, num_processes: int) -> dict[str, int]:
+    """Return the sizes of the dimensions of a mesh for a number of processes; a size of -1 is computed.
+
+    Raises:
+        ConfigError: The sizes do not multiply to the number of processes.
+
+    Example:
+        >>> mesh_sizes({"replicate": -1, "shard": 2}, 6)
+        {'replicate': 3, 'shard': 2}
+    """
+    if mesh is None:
+        return {"shard": num_processes}
+    known = math.prod(size for size in mesh.values() if size != -1)
+    sizes = {name: num_processes // known if size == -1 else size for name, size in mesh.items()}
+    if math.prod(sizes.values()) != num_processes:
+        raise ConfigError(
+            f"mesh: {dict(mesh)} does not divide {num_processes} processes; the sizes must multiply to "
+            f"{num_processes}, and one of them may be -1"
+        )
+    # A copy in one part and one copy are the dimensions of a smaller mesh, but torch shards by the last one.
+    return {"shard": sizes["shard"]} if sizes["replicate"] == 1 else sizes
+
+
+def _checked_mesh(mesh: Any) -> dict[str, int]:
+    """Return the sizes of a mesh in the order of its dimensions; raise if they are not two counts."""
+    names = ("replicate", "shard")
+    if (
+        not isinstance(mesh, Mapping)
+        or not mesh
+        or not mesh.keys() <= set(names)
+        or any(
+            isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1) for size in mesh.values()
+        )
+        or list(mesh.values()).count(-1) > 1
+    ):
+        raise ConfigError(
+            f"mesh: expected the sizes of 'replicate' and 'shard', such as {{'replicate': 2, 'shard': 4}}, of which "
+            f"one may be -1, got {mesh!r}"
+        )
+    return {name: mesh.get(name, 1) for name in names}
 
 
 def _children(module: nn.Module) -> Iterator[nn.Module]:
