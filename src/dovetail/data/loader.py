@@ -418,7 +418,7 @@ class DataLoader(torch_data.DataLoader[T_co]):
             batch_size=self.batch_size,
             drop_last=self.drop_last,
             start=start,
-            pin_memory=self.pin_memory and torch.cuda.is_available(),
+            pin_memory=self.pin_memory,
         )
 
     def _draw_order(self, rows: Rows) -> Tensor | None:

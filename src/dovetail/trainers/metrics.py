@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dovetail.accelerators import widest_float
 from dovetail.data import batch_length, concat
 from dovetail.data.batches import map_tensors, slice_batch
 from dovetail.errors import ConfigError, DataError
@@ -61,8 +62,8 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
     if targets.is_floating_point() and targets.shape == outputs.shape:
         targets = targets.argmax(dim=1)
     right = outputs.argmax(dim=1) == targets
-    # In double precision, so that the batch size does not change the mean; mps devices have no float64.
-    return right.to(torch.float32 if right.device.type == "mps" else torch.float64).mean()
+    # In double precision if possible, so that the batch size does not change the mean.
+    return right.to(widest_float(right.device.type)).mean()
 
 
 def are_classes(outputs: Any, targets: Any) -> bool:

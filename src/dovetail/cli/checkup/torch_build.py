@@ -94,9 +94,8 @@ def _threads(found: Mapping[str, Any]) -> Check:
 
 
 def _devices(found: Mapping[str, Any]) -> Check:
-    devices = [f"cuda:{index} {name}" for index, name in enumerate(found["cuda"])] + ["mps"] * found["mps"]
-    if devices:
-        return Check("torch", "devices", "ok", ", ".join([*devices, "cpu"]))
+    if found["accelerators"]:
+        return Check("torch", "devices", "ok", ", ".join([*found["accelerators"], "cpu"]))
     if found["built_for"]:
         text = f"cpu; torch is built for graphics cards ({found['built_for']}), but finds none"
         return Check("torch", "devices", "note", text, "nvidia-smi" if Path("/dev/nvidiactl").exists() else "")
