@@ -66,10 +66,36 @@ def numbered(device: torch.device) -> torch.device:
         >>> numbered(torch.device("cpu"))
         device(type='cpu')
     """
-    accelerator = None if device.index is not None or device.type in _ALWAYS_HERE else current_accelerator()
+    # torch's type hints state that every device has a number.
+    number: int | None = device.index
+    accelerator = None if device.type in _ALWAYS_HERE or number is not None else current_accelerator()
     if accelerator is None or accelerator.type != device.type:
         return device
     return torch.device(device.type, torch.accelerator.current_device_index())
+
+
+@cache
+def can_pin(device_type: str) -> bool:
+    """Return whether copies from pinned memory to a device can run while the host continues."""
+    # torch pins memory on Apple's devices, but states that copies from it are not supported.
+    if device_type in ("mps", *_ALWAYS_HERE):
+        return False
+    try:
+        return torch.empty(1).pin_memory().is_pinned()
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device without waiting for the device, through pinned memory.
+
+    The host may change its own tensor afterwards, unless the tensor is in pinned memory already.
+    """
+    is_on_host = tensor.device.type == "cpu" and device.type != "cpu"
+    if not is_on_host or tensor.layout is not torch.strided or tensor.requires_grad or not can_pin(device.type):
+        return tensor.to(device)
+    pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
+    return pinned.to(device, non_blocking=True)
 
 
 def random_states() -> tuple[str, list[Tensor]] | None:

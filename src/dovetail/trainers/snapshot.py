@@ -16,9 +16,9 @@ from dovetail.checkpoint.model_file import model_format
 from dovetail.data.batches import map_tensors
 from dovetail.distributed import part_of, whole
 from dovetail.errors import CheckpointError
-from dovetail.trainers.attributes import channels_last
 from dovetail.trainers.context import TrainingContext, attached_objects
 from dovetail.trainers.data_handling import TrainerData
+from dovetail.trainers.device_copies import channels_last
 from dovetail.trainers.fitting import (
     check_fits,
     check_kind,
