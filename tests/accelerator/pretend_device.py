@@ -168,6 +168,7 @@ class PretendDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __enter__(self) -> PretendDevice:
         _log.events.clear()
         _log.pinned.clear()
+        _log.recorded_streams = 0
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -292,6 +293,10 @@ _LOW = (_aten.linear.default, _aten.matmul.default, _aten.mm.default, _aten.addm
 _FULL = (_aten.cross_entropy_loss.default, _aten.nll_loss.default, _aten.mse_loss.default)
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
 _library = torch.library.Library("aten", "IMPL", "AutocastPrivateUse1")  # type: ignore[no-untyped-call]
+
+# Every other operator computes in the precision of its inputs.
+_others = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")  # type: ignore[no-untyped-call]
+_others.fallback(torch.library.fallthrough_kernel)
 
 
 def _autocast(func: Any, dtype_of: Callable[[], torch.dtype]) -> Callable[..., Any]:
