@@ -13,6 +13,7 @@ Import this module before the first backward pass of a process: torch's engine c
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,6 +70,7 @@ class _Log:
         self.events: list[Event] = []
         self.num_operations = 0
         self.recorded_streams = 0
+        self.warns = False
         # Kept, so that their addresses stay theirs.
         self.pinned: list[Tensor] = []
         self.current = 0
@@ -76,6 +78,8 @@ class _Log:
 
     def note(self, kind: str, cause: Any, *, waits: bool) -> None:
         self.events.append(Event(kind, waits, str(cause), self.num_operations))
+        if waits and self.warns:
+            warnings.warn(f"called a synchronizing operation: {cause}", stacklevel=2)
 
     def is_pinned(self, tensor: Tensor) -> bool:
         address = tensor.data_ptr()
@@ -105,6 +109,9 @@ class _Module:
 
     def set_device(self, device: Any) -> None:
         _log.current = torch.device(device).index or 0
+
+    def set_sync_debug_mode(self, mode: str) -> None:
+        _log.warns = mode == "warn"
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
@@ -164,6 +171,9 @@ class PretendTensor(Tensor):
 
 class PretendDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Makes the device usable for new tensors and pinned memory while it is active, and records its transfers."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> PretendDevice:
         _log.events.clear()
@@ -296,7 +306,7 @@ _library = torch.library.Library("aten", "IMPL", "AutocastPrivateUse1")  # type:
 
 # Every other operator computes in the precision of its inputs.
 _others = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")  # type: ignore[no-untyped-call]
-_others.fallback(torch.library.fallthrough_kernel)
+_others.fallback(torch.library.fallthrough_kernel)  # type: ignore[no-untyped-call]
 
 
 def _autocast(func: Any, dtype_of: Callable[[], torch.dtype]) -> Callable[..., Any]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from dovetail import Batches, Epochs, Trainer, accelerators
+from dovetail.accelerator_checks import _no_waits
 from dovetail.callbacks import Callback
 from dovetail.data import DataLoader, to_device
 from dovetail.tracking import FolderLogger, Tracker
@@ -106,13 +107,12 @@ def the_next_batch_is_copied_before_the_step() -> None:
         class Marked(Net):
             def forward(self, x: Tensor) -> Any:
                 copies = sum(event.kind == "to_device" for event in device.events)
-                counts.append((copies - self.before, x.size(0)))
+                # Parameters are copied once.
+                counts.append((copies - len(list(self.parameters())), x.size(0)))
                 return super().forward(x)
 
         model = Marked(None)
         trainer = make_trainer(model=model, criterion=nn.CrossEntropyLoss())
-        # Parameters are copied once.
-        model.before = len(list(model.parameters()))  # type: ignore[assignment]
         trainer.fit(make_batches(), max_length=Epochs(1))
         streams = device.recorded_streams
     # At the start of step n, the batches 1 to n + 1 were copied, two tensors each.
@@ -305,6 +305,16 @@ def a_compiled_step_that_cannot_be_compiled_is_trained_eagerly() -> None:
         assert_equal(weights(expected), weights(trainer))
 
 
+def the_doctor_finds_a_step_that_waits() -> None:
+    class Reading(Callback):
+        def on_update(self, context: Any) -> None:
+            float(next(context.model.parameters()).detach().sum())
+
+    with PretendDevice():
+        status, _, numbers = _no_waits(torch.device(NAME, 0), callbacks=[Reading()])
+    assert (status, numbers["waits"]) == ("problem", numbers["steps"])
+
+
 RUN_CLAIMS = {
     claim.__name__.replace("_", " "): claim
     for claim in (
@@ -323,5 +333,6 @@ RUN_CLAIMS = {
         layers_run_on_the_device,
         batches_of_every_structure_arrive,
         a_compiled_step_that_cannot_be_compiled_is_trained_eagerly,
+        the_doctor_finds_a_step_that_waits,
     )
 }

@@ -23,8 +23,12 @@ loop._SLOWEST_REPORT = math.inf
 
 EPOCHS = 2
 NUM_BATCHES = 6
-SETTINGS = {"lr": 0.05, "momentum": 0.9}
-make_optimizer = partial(torch.optim.SGD, **SETTINGS)
+SETTINGS: dict[str, Any] = {"lr": 0.05, "momentum": 0.9}
+
+
+def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, **SETTINGS)
+
 
 Batch = tuple[Tensor, Tensor]
 

@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ sys.path.append(str(Path(__file__).parents[1] / "accelerator"))
 
 import torch
 from pretend_device import NAME, PretendDevice
-from styles import SETTINGS, Net, make_batches
+from styles import Net, make_batches, make_optimizer
 
 from dovetail import Epochs, Trainer
 from dovetail.trainers import AMPTrainer, DDPTrainer
@@ -23,7 +24,7 @@ from dovetail.trainers import AMPTrainer, DDPTrainer
 
 def fit(device: str, model: Net, wrap: Any = DDPTrainer, **options: Any) -> Any:
     settings = {"seed": 1, "verbose": False, "print_every": 10**6, **options}
-    trainer = wrap(Trainer(model, device, optimizer=partial(torch.optim.SGD, **SETTINGS), **settings))
+    trainer = wrap(Trainer(model, device, optimizer=make_optimizer, **settings))
     trainer.fit(make_batches(), max_length=Epochs(1))
     return trainer
 
@@ -41,7 +42,7 @@ def compare(wrap: Any = DDPTrainer, **options: Any) -> dict[str, Any]:
     return {"difference": difference, "waits": [event.cause for event in inside], "number": number}
 
 
-CASES = {
+CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "plain": compare,
     "bf16": partial(compare, lambda trainer: DDPTrainer(AMPTrainer(trainer, precision="bf16"))),
     "accumulation": partial(compare, accumulation_steps=2),

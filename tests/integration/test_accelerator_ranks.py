@@ -19,5 +19,5 @@ def results(run_group: Any, tmp_path_factory: pytest.TempPathFactory) -> list[di
 
 @pytest.mark.parametrize("case", ["plain", "bf16", "accumulation", "clipping"])
 def test_data_parallel_steps_wait_for_no_device(results: list[dict[str, Any]], case: str) -> None:
-    expected = [{"difference": 0.0, "waits": [], "number": rank} for rank in (0, 1)]
+    expected: list[dict[str, Any]] = [{"difference": 0.0, "waits": [], "number": rank} for rank in (0, 1)]
     assert [found[case] for found in results] == expected
