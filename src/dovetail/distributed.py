@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
+from dovetail.accelerators import collective_backend
 from dovetail.checkpoint.encoding import decode_text, encode
 from dovetail.checkpoint.files import Digest
 from dovetail.checkpoint.tensors import read_tensors, stream
@@ -102,7 +103,7 @@ class Group:
 
     @classmethod
     def join(cls, device: torch.device, place: tuple[str, int, int] | None = None) -> Group:
-        """Connect to the other processes, with gloo, and on CUDA also nccl. An existing process group is reused.
+        """Connect to the other processes, with gloo and the accelerator's backend. An existing process group is reused.
 
         Args:
             device: The device of this process.
@@ -123,8 +124,7 @@ class Group:
         # The first optimizer imports this module. Its functions store the current group as a default value and never
         # release it; its threads then sometimes abort the interpreter at its end. So import it before there is a group.
         import_module("torch.distributed.nn.functional")
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+        dist.init_process_group(collective_backend(device.type), store=store, rank=rank, world_size=size)
         store.set(f"at/{rank}", f"{socket.gethostname()} {os.getpid()}")
         _STORES.append(store)
         atexit.register(_leave_at_exit)

@@ -33,7 +33,7 @@ from dovetail.cli.probe import PROBES
 
 ROOT = Path(__file__).parent.parent.parent
 UNKNOWN_PACKAGE = "a-package-that-does-not-exist"
-FOUND = {"version": TESTED_TORCH, "threads": 1, "cuda": [], "mps": False, "built_for": ""}
+FOUND = {"version": TESTED_TORCH, "threads": 1, "accelerators": [], "built_for": ""}
 
 
 @pytest.fixture
@@ -188,7 +188,8 @@ def test_more_threads_than_cores_are_a_note() -> None:
 
 
 def test_graphics_cards_are_named() -> None:
-    check = by_name(torch={"found": {**FOUND, "cuda": ["A", "B"], "built_for": "12.6"}})["devices"]
+    found = {**FOUND, "accelerators": ["cuda:0 A", "cuda:1 B"], "built_for": "12.6"}
+    check = by_name(torch={"found": found})["devices"]
     assert (check.status, check.found) == ("ok", "cuda:0 A, cuda:1 B, cpu")
 
 

@@ -358,7 +358,7 @@ def test_a_reset_accuracy_allows_a_new_best(problem: Problem) -> None:
 
 def test_an_unknown_device_is_named(problem: Problem) -> None:
     trainer = quiet(problem.model())
-    with pytest.raises(ConfigError, match="device: expected the CPU or a CUDA device, got 'meta'"):
+    with pytest.raises(ConfigError, match="device: expected the CPU or cuda, got 'meta'"):
         trainer.device = "meta"
 
 

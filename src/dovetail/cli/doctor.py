@@ -28,6 +28,14 @@ def doctor(
     folder: Annotated[
         Path, typer.Option("--folder", metavar="DIR", help="Folder for checkpoints.", show_default="current folder")
     ] = Path(),
+    accelerator: Annotated[
+        bool,
+        typer.Option("--accelerator", help="Check training on this machine's accelerator instead; at most 3 minutes."),
+    ] = False,
+    report: Annotated[
+        Path,
+        typer.Option("--report", metavar="FILE", help="File for the results of --accelerator."),
+    ] = Path("dovetail-accelerator.json"),
     as_json: AsJson = False,
     home: Home = None,
     store: StoreUrl = None,
@@ -35,8 +43,14 @@ def doctor(
     """Check Python, torch, gloo, extras, disks and the store of experiments. No files are left behind.
 
     Each missing package is followed by the command that installs it. The exit code is 1 if something essential fails.
+    With --accelerator, check instead that training on a GPU waits for nothing, overlaps copies and resumes exactly.
     """
-    checks = checkup(folder, home, store)
+    if accelerator:
+        from dovetail.cli.checkup.accelerator import check_accelerator
+
+        checks = check_accelerator(report)
+    else:
+        checks = checkup(folder, home, store)
     problems = [check.name for check in checks if check.status == "problem"]
     if as_json:
         print_json({"ok": not problems, "checks": [dataclasses.asdict(check) for check in checks]})
@@ -45,7 +59,10 @@ def doctor(
         screen.print(table(checks, screen.width), soft_wrap=True)
         notes = sum(check.status == "note" for check in checks)
         end = f"; {counted(notes, 'note')}" if notes else ""
-        screen.print(f"\nproblems: {', '.join(problems)}{end}" if problems else f"\nnothing essential is missing{end}")
+        fine = "no problem was found" if accelerator else "nothing essential is missing"
+        screen.print(f"\nproblems: {', '.join(problems)}{end}" if problems else f"\n{fine}{end}")
+        if accelerator:
+            screen.print(f"results: {printable(str(report))} (attach this file to an issue)", soft_wrap=True)
     if problems:
         raise typer.Exit(1)
 

@@ -31,13 +31,12 @@ def main() -> None:
 
 
 def _torch() -> dict[str, Any]:
-    torch = import_module("torch")
-    cuda = torch.cuda
+    torch, accelerators = import_module("torch"), import_module("dovetail.accelerators")
+    accelerator = accelerators.current_accelerator()
     return {
         "version": torch.__version__,
         "threads": torch.get_num_threads(),
-        "cuda": [cuda.get_device_name(index) for index in range(cuda.device_count())] if cuda.is_available() else [],
-        "mps": torch.backends.mps.is_available(),
+        "accelerators": [] if accelerator is None else accelerators.device_names(accelerator.type),
         "built_for": torch.version.cuda or torch.version.hip or "",
     }
 

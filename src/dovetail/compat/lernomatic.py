@@ -201,9 +201,10 @@ class Trainer(main.Trainer):
     @device.setter
     def device(self, device: str | int | torch.device) -> None:
         wanted = as_device(device)
-        if wanted.type not in ("cpu", "cuda"):
-            raise ConfigError(f"device: expected the CPU or a CUDA device, got {str(wanted)!r}; pass device= instead")
-        self.options.device_id = -1 if wanted.type == "cpu" else wanted.index or 0
+        device_id = -1 if wanted.type == "cpu" else wanted.index or 0
+        if (meant := as_device(None, device_id)).type != wanted.type:
+            raise ConfigError(f"device: expected the CPU or {meant.type}, got {str(wanted)!r}; pass device= instead")
+        self.options.device_id = device_id
 
     @property
     def optimizer(self) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from dovetail.accelerators import current_accelerator
 from dovetail.distributed import Group, is_launched
 from dovetail.errors import CheckpointError, ConfigError, DataError
 
@@ -240,8 +241,9 @@ _INSTEAD = "expected processes that torch starts; use DistributedContext.from_to
 
 
 def local_device(local_rank: int) -> torch.device:
-    """Return the device of a process: one graphics card per process of a machine, or the CPU if there are none."""
-    return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    """Return the device of a process: one accelerator per process of a machine, or the CPU if there is none."""
+    accelerator = current_accelerator()
+    return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, local_rank)
 
 
 def _number(variable: str, default: int | None = None) -> int:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from dovetail.accelerators import send
 from dovetail.errors import DataError
 
 # In order of precedence.
@@ -28,7 +29,7 @@ def to_device(batch: Any, device: torch.device, non_blocking: bool = False) -> A
     Args:
         batch: A tensor, a packed sequence, or a structure that contains some. Other leaves are left unchanged.
         device: The target device.
-        non_blocking: Whether to copy from pinned memory without waiting.
+        non_blocking: True to copy without waiting for the device, through pinned memory.
 
     Example:
         >>> batch = (torch.zeros(2), {"name": ["a", "b"], "mask": None})
@@ -36,7 +37,9 @@ def to_device(batch: Any, device: torch.device, non_blocking: bool = False) -> A
         True
     """
     if isinstance(batch, Tensor):
-        return batch if batch.device == device else batch.to(device, non_blocking=non_blocking)
+        if batch.device == device:
+            return batch
+        return send(batch, device) if non_blocking else batch.to(device)
     # Nearly every batch is a flat pair of tensors. Checking this here, without another call, keeps the cost per
     # batch below a microsecond.
     if type(batch) is list or type(batch) is tuple:

@@ -228,6 +228,11 @@ class DataLoader(torch_data.DataLoader[T_co]):
             type(self.sampler) is RandomSampler and self.sampler.generator in self._seeded
         )
 
+    @property
+    def draws_at_start(self) -> bool:
+        """Whether the order uses torch's global generator only when the first batch of an epoch is read."""
+        return not self._has_own_order and all(each is not torch.default_generator for each in self._generators)
+
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration, also in a sampler that has a method `set_epoch`."""
         self._next_epoch = epoch
@@ -418,7 +423,7 @@ class DataLoader(torch_data.DataLoader[T_co]):
             batch_size=self.batch_size,
             drop_last=self.drop_last,
             start=start,
-            pin_memory=self.pin_memory and torch.cuda.is_available(),
+            pin_memory=self.pin_memory,
         )
 
     def _draw_order(self, rows: Rows) -> Tensor | None:

@@ -122,9 +122,11 @@ class LossTracker:
         # A clone, because a captured graph writes the next loss into the same memory.
         self._last = last = loss.detach().clone()
         if isinstance(self._total, float):
-            # A sum in bfloat16 stops growing after a few hundred batches. Apple's GPUs have no float64.
-            wide = last.float() if last.device.type == "mps" else last.double()
-            self._total = wide * batch_size + self._total
+            # Imported here, because importing this module must not import torch.
+            from dovetail.accelerators import widest_float
+
+            # A sum in bfloat16 stops growing after a few hundred batches.
+            self._total = last.to(widest_float(last.device.type)) * batch_size + self._total
         else:
             self._total = self._total.add(last, alpha=batch_size)
 

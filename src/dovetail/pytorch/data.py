@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, RandomSampler
 
 from dovetail import data
+from dovetail.accelerators import send
 from dovetail.data.batches import map_leaves
 from dovetail.errors import DataError
 
@@ -50,7 +51,7 @@ def to_device(data: Any, device: torch.device | str, warned_types: set[type] | N
             return leaf
         # Floats, complex and whole numbers, and booleans; torch has no tensors of text or objects.
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fciub":
-            return torch.from_numpy(leaf).to(target)
+            return send(torch.from_numpy(leaf), target)
         # Batches of other libraries, such as packed sequences and graphs, have this method without a common class.
         move = getattr(leaf, "to", None)
         if callable(move):

@@ -9,17 +9,15 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
-from torch import Tensor
 
 from dovetail.callbacks import Callback, ImprovementWindow, MaxTime, NonFiniteLoss, ProgressDisplay, StopWhen
 from dovetail.clipping import Clipping
-from dovetail.data import to_device
-from dovetail.data.batches import map_tensors
 from dovetail.errors import ConfigError
 from dovetail.overrides import is_ours, reject_lost_overrides
 from dovetail.trainers import other_libraries
 from dovetail.trainers.context import TrainingContext, Window
 from dovetail.trainers.data_handling import TrainerData
+from dovetail.trainers.device_copies import batch_mover
 from dovetail.trainers.devices import as_device, check_device
 from dovetail.trainers.frozen import FrozenBase
 from dovetail.trainers.optimization import RATES, Optimization
@@ -172,7 +170,7 @@ class OptionAssignment:
         elif name == "save_only_trainable":
             context.run.base = frozen_base(options)
         elif name == "memory_format":
-            self._move, self._placed = batch_mover(value), None
+            self._move, self._placed = batch_mover(value, context.device), None
         elif name in ("target", "sample_weight", "class_weight"):
             self._split = batch_splitter(options, context)
             self.criterion = None if name != "target" else self.criterion
@@ -270,15 +268,6 @@ def _values(options: TrainerOptions) -> dict[str, Any]:
     return {name: getattr(options, name) for name in OPTION_NAMES}
 
 
-def batch_mover(memory_format: str | None) -> Callable[[Any, torch.device], Any]:
-    """Return the function that moves a batch to a device, in a memory format."""
-    return to_device if memory_format is None else _to_device_channels_last
-
-
-def _to_device_channels_last(batch: Any, device: torch.device) -> Any:
-    return map_tensors(channels_last, to_device(batch, device))
-
-
 def clipping_of(options: TrainerOptions) -> Clipping | None:
     """Return the clipping of the option `gradient_clip`, or None."""
     return Clipping("gradient_clip", options.gradient_clip) if options.gradient_clip else None
@@ -287,11 +276,6 @@ def clipping_of(options: TrainerOptions) -> Clipping | None:
 def frozen_base(options: TrainerOptions) -> FrozenBase | None:
     """Return the base that checkpoints leave out with the option `save_only_trainable`, or None."""
     return FrozenBase() if options.save_only_trainable else None
-
-
-def channels_last(tensor: Tensor) -> Tensor:
-    """Return images with the channels last in memory, and any other tensor unchanged."""
-    return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
 
 
 # Options that have another name in configurations.

@@ -15,6 +15,7 @@ from dovetail.data.streams.recognition import divides_itself
 from dovetail.data.streams.stateful import StatefulLoaderStream
 from dovetail.errors import DataError
 from dovetail.trainers.context import Stage, TrainingContext
+from dovetail.trainers.device_copies import DeviceCopier
 from dovetail.trainers.fitting import restore, restoring
 from dovetail.trainers.reading import Reader, keeps_place
 
@@ -88,14 +89,23 @@ class TrainerData:
             )
         return max(1, int(limit * num_steps))
 
-    def batches(self, stage: Stage, loader: Any, *, reads_ahead: bool) -> Iterable[Any]:
+    def batches(
+        self, stage: Stage, loader: Any, *, reads_ahead: bool, copier: DeviceCopier | None = None
+    ) -> Iterable[Any]:
         """Return this process's batches of a loader, up to the limit; in training, the rest of the running epoch.
 
         Args:
             stage: The stage.
             loader: Its loader.
             reads_ahead: True if the loop reads one batch ahead, to detect the last one.
+            copier: Starts the copy of each batch to the device one batch ahead; None means no copy.
         """
+        batches = self._batches(stage, loader, reads_ahead=reads_ahead)
+        if copier is None or reads_ahead:
+            return batches
+        return self._readers[self.key(stage)].copied_ahead(batches, copier)
+
+    def _batches(self, stage: Stage, loader: Any, *, reads_ahead: bool) -> Iterable[Any]:
         context, progress = self._context, self._context.progress
         reader = self._readers[self.key(stage) if context.run.data_set else stage]
         share = context.process.share

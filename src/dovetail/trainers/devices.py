@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dovetail.accelerators import current_accelerator, is_here, numbered
 from dovetail.errors import ConfigError
 
 
@@ -16,8 +17,10 @@ def as_device(device: Any, device_id: int | None = None) -> torch.device:
     """Return a device from a name, a number, a device or a list of them.
 
     Args:
-        device: A name, a number or a device; of a list, the first is used; `"auto"` means cuda, mps or cpu.
-        device_id: Used if `device` is None: -1 means the CPU, else a CUDA device; None means `"auto"`.
+        device: A name, a number or a device; of a list, the first is used; `"auto"` means the accelerator of this
+            machine (cuda, xpu, mps, hpu or the device of an extension), or the CPU if it has none.
+        device_id: Used if `device` is None: -1 means the CPU, else the accelerator with this number; None means
+            `"auto"`.
 
     Raises:
         ConfigError: The device is unknown, or both are given and differ.
@@ -32,10 +35,12 @@ def as_device(device: Any, device_id: int | None = None) -> torch.device:
         device = device[0]
     # -1 for the CPU is the convention of lernomatic, whose users give `device_id`.
     if device is None and device_id is not None:
-        return torch.device("cpu") if device_id < 0 else torch.device("cuda", device_id)
+        accelerator = current_accelerator()
+        # Without an accelerator the error of a run names the most common one.
+        kind = "cuda" if accelerator is None else accelerator.type
+        return torch.device("cpu") if device_id < 0 else torch.device(kind, device_id)
     if device is None or device == "auto":
-        is_mps = torch.backends.mps.is_available()
-        device = "cuda" if torch.cuda.is_available() else "mps" if is_mps else "cpu"
+        device = current_accelerator() or "cpu"
     try:
         named = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -47,8 +52,7 @@ def as_device(device: Any, device_id: int | None = None) -> torch.device:
 
 def check_device(device: torch.device) -> None:
     """Raise if this machine does not have the device."""
-    lacks_cuda = device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()
-    if lacks_cuda or (device.type == "mps" and not torch.backends.mps.is_available()):
+    if not is_here(device):
         raise ConfigError(f"device: {str(device)!r} is not available here; use 'cpu' or 'auto'")
 
 
@@ -68,7 +72,8 @@ def place_model(
     if placed is not None and is_known:
         if not torch.accelerator.is_available():
             return placed
-        if all(it.device == device for it in chain(model.parameters(), model.buffers())):
+        own = numbered(device)
+        if all(it.device == own for it in chain(model.parameters(), model.buffers())):
             return placed
     check_device(device)
     model.to(device)

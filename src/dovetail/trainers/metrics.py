@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import warnings
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dovetail.accelerators import widest_float
 from dovetail.data import batch_length, concat
 from dovetail.data.batches import map_tensors, slice_batch
 from dovetail.errors import ConfigError, DataError
@@ -61,8 +63,8 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
     if targets.is_floating_point() and targets.shape == outputs.shape:
         targets = targets.argmax(dim=1)
     right = outputs.argmax(dim=1) == targets
-    # In double precision, so that the batch size does not change the mean; mps devices have no float64.
-    return right.to(torch.float32 if right.device.type == "mps" else torch.float64).mean()
+    # In double precision if possible, so that the batch size does not change the mean.
+    return right.to(widest_float(right.device.type)).mean()
 
 
 def are_classes(outputs: Any, targets: Any) -> bool:
@@ -134,14 +136,17 @@ class Meter:
 
     def flush(self) -> dict[str, list[float]]:
         """Copy the pending values to the host and return them by name."""
-        pending, self._pending = self._pending, []
+        return self._settle(_to_host(self._waiting()))
+
+    def _waiting(self) -> list[Tensor | float]:
+        """Return the pending values, followed by their weights if some of these are tensors: one transfer for both."""
+        waiting = [item[1] for item in self._pending]
+        return waiting + [item[2] for item in self._pending] if self._weighs_by_tensors else waiting
+
+    def _settle(self, on_host: Sequence[float]) -> dict[str, list[float]]:
+        """Add the pending values to the sums, from the numbers of `_waiting`, and return them by name."""
+        pending, self._pending, self._weighs_by_tensors = self._pending, [], False
         fresh: dict[str, list[float]] = {}
-        waiting = [item[1] for item in pending]
-        if self._weighs_by_tensors:
-            # One transfer for values and weights.
-            waiting += [item[2] for item in pending]
-            self._weighs_by_tensors = False
-        on_host = _to_host(waiting)
         has_weights = len(on_host) > len(pending)
         for index, (name, _, given) in enumerate(pending):
             value, weight = on_host[index], on_host[len(pending) + index] if has_weights else float(given)
@@ -450,12 +455,20 @@ def _twice(name: str) -> ConfigError:
 
 def include_means(metrics: Mapping[str, Metric], meter: Meter) -> None:
     """Add the metrics that are means of functions to a meter, whose sums add up over processes."""
-    meter.flush()
+    _flush_together([meter, *(metric.meter for metric in metrics.values() if isinstance(metric, MeanOf))])
     for name, metric in metrics.items():
         if isinstance(metric, MeanOf):
             if name in meter.sums:
                 raise _twice(name)
             meter.include(name, metric.meter)
+
+
+def _flush_together(meters: Sequence[Meter]) -> None:
+    """Copy the pending values of all meters to the host in one transfer."""
+    waiting = [meter._waiting() for meter in meters]
+    on_host = iter(_to_host([value for values in waiting for value in values]))
+    for meter, values in zip(meters, waiting, strict=True):
+        meter._settle(list(islice(on_host, len(values))))
 
 
 def compute_metrics(metrics: Mapping[str, Metric], means: Mapping[str, float]) -> dict[str, float]:
@@ -497,12 +510,24 @@ def _to_host(values: list[Tensor | float]) -> list[float]:
     if not tensors:
         return [float(value) for value in values]
     first = tensors[0]
-    # `stack` needs one dtype and one device.
-    if any(tensor.dtype != first.dtype or tensor.device != first.device for tensor in tensors):
-        tensors = [tensor.to(first.device, torch.float64) for tensor in tensors]
     # The only place where a report waits for the device.
-    numbers = torch.stack(tensors).tolist()
+    if all(tensor.dtype == first.dtype and tensor.device == first.device for tensor in tensors):
+        numbers = torch.stack(tensors).tolist()
+    else:
+        numbers = _joined(tensors)
     if len(numbers) == len(values):
         return [float(number) for number in numbers] if not isinstance(numbers[0], float) else numbers
     fetched = iter(numbers)
     return [float(next(fetched)) if isinstance(value, Tensor) else float(value) for value in values]
+
+
+def _joined(tensors: list[Tensor]) -> list[float]:
+    """Return the numbers of tensors of several dtypes or devices, with one transfer."""
+    # The values of a device are joined there; values of the CPU would have to be copied to it first.
+    place = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), tensors[0].device)
+    wide = widest_float(place.type)
+    kinds = dict.fromkeys((tensor.device, tensor.dtype) for tensor in tensors)
+    members = [[i for i, it in enumerate(tensors) if (it.device, it.dtype) == kind] for kind in kinds]
+    stacked = [torch.stack([tensors[index] for index in each]).to(place, wide) for each in members]
+    numbers = dict(zip((index for each in members for index in each), torch.cat(stacked).tolist(), strict=True))
+    return [numbers[index] for index in range(len(tensors))]

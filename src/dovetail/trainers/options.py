@@ -74,7 +74,7 @@ class TrainerOptions:
         limit_val_batches: The same for validation.
         overfit_batches: The number or part of training batches that every epoch trains, unshuffled, and that validation
             reads as well; 0 means off. A model that cannot learn them has a bug.
-        device_id: -1 for the CPU, else the number of a CUDA device. Without this and `device`, the best device that
+        device_id: -1 for the CPU, else the number of an accelerator. Without this and `device`, the best device that
             is available.
         device_map: The device to which checkpoints are loaded; None means the trainer's own device.
         memory_format: `channels_last` stores images, and the parameters of convolutions, pixel by pixel; many devices

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dovetail.accelerators import supports_bfloat16
 from dovetail.errors import ConfigError
 from dovetail.trainers import other_libraries
 
@@ -28,10 +29,10 @@ class Precision:
     several optimizers stepped: a new scale between them would unscale the second one's gradients by the wrong factor.
 
     Args:
-        name: `fp32` changes nothing; `bf16` needs no scaling; `fp16` scales; `auto` is `bf16` if the CUDA device
-            supports it, `fp16` on older CUDA devices, and `fp32` elsewhere. On a CPU, `AMPTrainer` and the add-on
-            choose `bf16` instead.
-        device_type: `cpu` or `cuda`.
+        name: `fp32` changes nothing; `bf16` needs no scaling; `fp16` scales; `auto` is `bf16` if the accelerator
+            supports it, `fp16` on older CUDA devices, and `fp32` on Apple's GPUs and the CPU. On a CPU, `AMPTrainer`
+            and the add-on choose `bf16` instead.
+        device_type: The type of the device, such as `cpu` or `cuda`.
         init_scale: The initial loss scale.
 
     Example:
@@ -130,6 +131,6 @@ class Precision:
 
 
 def _best_dtype(device_type: str) -> torch.dtype:
-    if device_type != "cuda":
+    if device_type in ("cpu", "mps"):
         return torch.float32
-    return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    return torch.bfloat16 if supports_bfloat16(device_type) else torch.float16

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from dovetail import accelerators
+
 
 def seed_everything(seed: int) -> None:
     """Seed python, numpy and torch (every device) with one number.
@@ -30,14 +32,14 @@ def seed_everything(seed: int) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the state of every generator that training may use: python, numpy, torch, cuda."""
+    """Return the state of every generator that training may use: python, numpy, torch, and those of the accelerator."""
     state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=True),
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state_all()
+    if (found := accelerators.random_states()) is not None:
+        state[found[0]] = found[1]
     return state
 
 
@@ -46,5 +48,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    accelerator = accelerators.current_accelerator()
+    # A run that continues on another kind of device starts its generators with the seed.
+    if accelerator is not None and accelerator.type in state:
+        accelerators.set_random_states(accelerator.type, state[accelerator.type])

@@ -21,6 +21,7 @@ from dovetail.data.streams.stateful import StatefulLoaderStream
 from dovetail.data.workers import WorkerStates
 from dovetail.errors import DataError
 from dovetail.trainers.context import Stateful
+from dovetail.trainers.device_copies import DeviceCopier
 from dovetail.trainers.randomness import rng_state, set_rng_state
 
 
@@ -53,6 +54,8 @@ class Reader:
         self._checked: weakref.ref[Any] | None = None
         # The state before the last batch was read, if the caller reads ahead.
         self._before_ahead: dict[str, Any] | None = None
+        # The state of this library's loader before the last batch was read, if its copy was started ahead.
+        self._before_copy: dict[str, Any] | None = None
 
     def own(self, loader: Any) -> Any:
         """Return the loader from which batches are read: a copy of a torch loader, else the loader itself."""
@@ -85,7 +88,7 @@ class Reader:
             state = None
         if is_running and state is None:
             state = self.state_dict(loader, is_running=True) if loader is self._loader else self._start
-        self._loader, self._before_ahead = loader, None
+        self._loader, self._before_ahead, self._before_copy = loader, None, None
         batches = self._batches(loader, epoch, start, is_running, state)
         return self._with_state_before(batches) if reads_ahead else batches
 
@@ -185,7 +188,9 @@ class Reader:
         if is_running and _reads_by_index(loader):
             state["private_now"] = generator_states(_private_sources(loader))
         if isinstance(loader, DataLoader):
-            state["reader"] = loader.state_dict()
+            # The batch whose copy was started is not trained yet, so a resumed run must read it again.
+            is_ahead = is_running and self._before_copy is not None
+            state["reader"] = self._before_copy if is_ahead else loader.state_dict()
             state["share"] = [loader.num_replicas, loader.rank]
         elif keeps_place(loader):
             now = rng_state()
@@ -217,7 +222,7 @@ class Reader:
 
     def reset(self) -> None:
         """Forget the running pass and the restored state; the copies of loaders stay."""
-        self._loader = self._start = self._restored = self._workers = self._before_ahead = None
+        self._loader = self._start = self._restored = self._workers = self._before_ahead = self._before_copy = None
 
     def inexact(self, loader: Any) -> str | None:
         """Return why a run over `loader` may not resume exactly, or what it reads again; None if it was reported."""
@@ -253,6 +258,33 @@ class Reader:
             "sampler": sampler.state_dict() if isinstance(sampler, Stateful) else None,
             "private": generator_states(_private_sources(loader, with_order=True)),
         }
+
+    def copied_ahead(self, batches: Iterable[Any], copier: DeviceCopier) -> Iterable[Any]:
+        """Return the batches of this reader's pass; while one is used, the next one is copied to the device.
+
+        Batches are read one ahead only if this draws no random numbers of this process: otherwise the random numbers
+        of a run would depend on its device.
+        """
+        return self._copied_ahead(batches, copier) if _draws_nothing(self._loader) else batches
+
+    def _copied_ahead(self, batches: Iterable[Any], copier: DeviceCopier) -> Iterator[Any]:
+        iterator, loader = iter(batches), self._loader
+        error: Exception | None = None
+        following = _read_and_copy(iterator, copier)
+        try:
+            while following is not _END:
+                batch = following
+                self._before_copy = loader.state_dict() if isinstance(loader, DataLoader) else None
+                try:
+                    following = _read_and_copy(iterator, copier)
+                except Exception as failure:
+                    # Raise it when the loop requests this batch.
+                    error, following = failure, _END
+                yield batch
+        finally:
+            copier.forget(following)
+        if error is not None:
+            raise error
 
     def _with_state_before(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yield batches, and keep the state before the last one: a caller that reads ahead has not used it."""
@@ -295,6 +327,26 @@ def _read_first(batches: Iterable[Any]) -> Iterator[Any]:
     """Return the same batches, after reading the first one."""
     iterator = iter(batches)
     return chain(list(islice(iterator, 1)), iterator)
+
+
+_END = object()
+
+
+def _read_and_copy(batches: Iterator[Any], copier: DeviceCopier) -> Any:
+    """Return the next batch, after starting its copy; `_END` if there is none."""
+    batch = next(batches, _END)
+    if batch is not _END:
+        copier.start(batch)
+    return batch
+
+
+def _draws_nothing(loader: Any) -> bool:
+    """Return whether reading a batch draws no random numbers of this process, except for the first batch of a pass."""
+    if type(loader) in (list, tuple):
+        return True
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    return loader.draws_at_start and (loader.num_workers > 0 or rows_in_memory(loader) is not None)
 
 
 def keeps_place(loader: Any) -> bool:

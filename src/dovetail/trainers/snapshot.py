@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from dovetail import checkpoint as store
 from dovetail.callbacks import Callback
@@ -16,9 +16,9 @@ from dovetail.checkpoint.model_file import model_format
 from dovetail.data.batches import map_tensors
 from dovetail.distributed import part_of, whole
 from dovetail.errors import CheckpointError
-from dovetail.trainers.attributes import channels_last
 from dovetail.trainers.context import TrainingContext, attached_objects
 from dovetail.trainers.data_handling import TrainerData
+from dovetail.trainers.device_copies import channels_last
 from dovetail.trainers.fitting import (
     check_fits,
     check_kind,
@@ -125,8 +125,22 @@ def save_weights(model: nn.Module, path: str | Path, *, is_main: bool) -> Path:
     """Write only the weights of a model; all processes of a run call this, and the first one writes."""
     format = model_format(path)
     # If several processes hold parts of the model, all of them take part in joining it.
-    state = {name: whole(value) for name, value in model.state_dict().items()}
+    state = _on_host({name: whole(value) for name, value in model.state_dict().items()})
     return store.export_model(path, state, format=format) if is_main else Path(path)
+
+
+def _on_host(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return weights on the CPU, so that `torch.load` reads their file on a machine without the accelerator."""
+    copies: dict[Any, Tensor] = {}
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.device.type == "cpu":
+            return value
+        # Tied weights stay one tensor. A tensor without an address is not compared.
+        address = value.data_ptr() or object()
+        return copies.setdefault((address, value.shape, value.stride()), value.cpu())
+
+    return {name: copied(value) for name, value in state.items()}
 
 
 def load_weights(model: nn.Module, path: str | Path, *, strict: bool = True) -> None:

@@ -26,7 +26,8 @@ class Trainer(SingleProcessTrainer):
 
     Args:
         model: A module, or a class or function that builds one.
-        device: A name, a `torch.device`, a list of them (the first is used), or `"auto"`: cuda, mps or cpu.
+        device: A name, a `torch.device`, a list of them (the first is used), or `"auto"`: the
+            accelerator of this machine, else the CPU.
         mode: `"train"` or `"test"`; only `dovetail.compat.zae_engine.Trainer` uses it.
         optimizer: An optimizer, a callable of the parameters such as `partial(AdamW, lr=1e-3)`, a name in
             `torch.optim`, or a list of optimizers.

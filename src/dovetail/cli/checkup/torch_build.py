@@ -25,16 +25,16 @@ _PATIENCE = 90
 
 
 @contextmanager
-def probing() -> Iterator[subprocess.Popen[str]]:
-    """Probe torch in another process, and remove its temporary files afterwards."""
+def probing(module: str = "dovetail.cli.probe") -> Iterator[subprocess.Popen[str]]:
+    """Run a module that checks torch in another process, and remove its temporary files afterwards."""
     with tempfile.TemporaryDirectory(prefix="dovetail-doctor-") as scratch:
         environment = {**os.environ, "TMPDIR": scratch, "TORCHINDUCTOR_CACHE_DIR": scratch, "PYTHONWARNINGS": "ignore"}
         if paths := environment.get("PYTHONPATH"):
             # The process runs in another folder, where relative paths would lead elsewhere.
             environment["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, paths.split(os.pathsep)))
         # Not in the current folder: a user's file with the name of a module would be imported instead of the module.
-        with subprocess.Popen(
-            [sys.executable, "-m", "dovetail.cli.probe"],
+        with subprocess.Popen(  # noqa: S603 - a module of this library
+            [sys.executable, "-m", module],
             cwd=scratch,
             env=environment,
             stdout=subprocess.PIPE,
@@ -94,9 +94,8 @@ def _threads(found: Mapping[str, Any]) -> Check:
 
 
 def _devices(found: Mapping[str, Any]) -> Check:
-    devices = [f"cuda:{index} {name}" for index, name in enumerate(found["cuda"])] + ["mps"] * found["mps"]
-    if devices:
-        return Check("torch", "devices", "ok", ", ".join([*devices, "cpu"]))
+    if found["accelerators"]:
+        return Check("torch", "devices", "ok", ", ".join([*found["accelerators"], "cpu"]))
     if found["built_for"]:
         text = f"cpu; torch is built for graphics cards ({found['built_for']}), but finds none"
         return Check("torch", "devices", "note", text, "nvidia-smi" if Path("/dev/nvidiactl").exists() else "")

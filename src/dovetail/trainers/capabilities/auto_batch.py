@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from dovetail.accelerators import free_memory
 from dovetail.callbacks import Callback, Callbacks
 from dovetail.data import concat
 from dovetail.data.batches import map_tensors, slice_batch
@@ -451,10 +452,7 @@ def _items(output: Mapping[str, Any], length: int) -> Any:
 def _free(device: torch.device) -> None:
     """Release cached memory of the device."""
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    elif device.type == "mps":
-        torch.mps.empty_cache()
+    free_memory(device)
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from dovetail.trainers.capabilities.core import Capability
 from dovetail.trainers.capabilities.exchange import GradientExchange
 from dovetail.trainers.capabilities.timed import Timed
 from dovetail.trainers.context import Stage
+from dovetail.trainers.devices import check_device
 from dovetail.trainers.fitting import check_kind, restoring
 from dovetail.trainers.metrics import Meter
 from dovetail.trainers.preserve_state import layers
@@ -126,10 +127,11 @@ class DataParallel(Capability):
         if not is_launched():
             super().setup()
             return
-        if context.device.type == "cuda":
+        if context.device.type != "cpu":
             number = int(os.environ.get("LOCAL_RANK", "0"))
-            context.device = self._devices[number] if self._devices else torch.device("cuda", number)
-            torch.cuda.set_device(context.device)
+            context.device = self._devices[number] if self._devices else torch.device(context.device.type, number)
+            check_device(context.device)
+            torch.accelerator.set_device_index(context.device)
         group = self._group = Group.join(context.device)
         context.process.share = replace(context.process.share, num_replicas=group.size, rank=group.rank)
         context.process.is_main, context.process.has_peers = group.rank == 0, group.size > 1

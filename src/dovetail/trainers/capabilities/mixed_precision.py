@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
+from dovetail.accelerators import supports_bfloat16
 from dovetail.errors import ConfigError
 from dovetail.trainers.capabilities.core import Capability
 from dovetail.trainers.fitting import restore
@@ -94,6 +93,6 @@ class MixedPrecision(Capability):
 
 
 def _first_possible(names: Sequence[PrecisionName], device_type: str) -> PrecisionName:
-    has_bf16 = device_type != "cuda" or torch.cuda.is_bf16_supported()
+    has_bf16 = device_type == "cpu" or supports_bfloat16(device_type)
     chosen = next((name for name in names if name != "bf16" or has_bf16), names[-1])
     return "bf16" if chosen == "auto" and device_type == "cpu" else chosen

@@ -48,7 +48,7 @@ class DefaultTestingStrategy(Described, TestingStrategy):
         total = 0
         with torch.no_grad():
             for batch in as_loader(testset, batch_size=batch_size, sampler=sampler):
-                examples, labels = split_batch(to_device(batch, context.device))
+                examples, labels = split_batch(to_device(batch, context.device, non_blocking=True))
                 if labels is None:
                     raise DataError("the batch has no labels to compare the outputs with: give a testing_strategy")
                 outputs = forward(model, examples)

@@ -1,0 +1,187 @@
+"""Accelerators of any kind through `torch.accelerator`: availability, random states, memory, precision, backends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Devices of every build of torch that are no accelerators.
+_ALWAYS_HERE = frozenset({"cpu", "meta"})
+
+
+def current_accelerator() -> torch.device | None:
+    """Return the accelerator of this machine without a number, such as cuda, xpu, mps or hpu; None if it has none.
+
+    Example:
+        >>> current_accelerator() is None or current_accelerator().type in ("cuda", "xpu", "mps", "hpu")
+        True
+    """
+    return torch.accelerator.current_accelerator(check_available=True)
+
+
+def is_here(device: torch.device) -> bool:
+    """Return whether this machine has a device.
+
+    Example:
+        >>> is_here(torch.device("cpu"))
+        True
+    """
+    if device.type in _ALWAYS_HERE:
+        return True
+    accelerator = current_accelerator()
+    if accelerator is not None and accelerator.type == device.type:
+        return (device.index or 0) < torch.accelerator.device_count()
+    try:
+        module: Any = torch.get_device_module(device)
+    except RuntimeError:
+        # No module: a device of an extension that is not imported, or that does not register a module, such as xla.
+        return device.type not in ("hpu", torch._C._get_privateuse1_backend_name())
+    available = getattr(module, "is_available", None)
+    return available is None or bool(available())
+
+
+def device_module(device_type: str) -> Any:
+    """Return torch's module of a device type, such as `torch.cuda`; None if there is none."""
+    try:
+        return torch.get_device_module(device_type)
+    except RuntimeError:
+        return None
+
+
+def device_names(device_type: str) -> list[str]:
+    """Return the devices of a type with their numbers and, if torch reports it, the name of the product."""
+    name_of = getattr(device_module(device_type), "get_device_name", None)
+    names = [f"{device_type}:{number}" for number in range(torch.accelerator.device_count())]
+    return names if name_of is None else [f"{name} {name_of(number)}" for number, name in enumerate(names)]
+
+
+def numbered(device: torch.device) -> torch.device:
+    """Return an accelerator with its number, as tensors report it; other devices unchanged.
+
+    Example:
+        >>> numbered(torch.device("cpu"))
+        device(type='cpu')
+    """
+    # torch's type hints state that every device has a number.
+    number: int | None = device.index
+    accelerator = None if device.type in _ALWAYS_HERE or number is not None else current_accelerator()
+    if accelerator is None or accelerator.type != device.type:
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
+
+
+@cache
+def can_pin(device_type: str) -> bool:
+    """Return whether copies from pinned memory to a device can run while the host continues."""
+    # torch pins memory on Apple's devices, but states that copies from it are not supported.
+    if device_type in ("mps", *_ALWAYS_HERE):
+        return False
+    try:
+        return torch.empty(1).pin_memory().is_pinned()
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device without waiting for the device, through pinned memory.
+
+    The host may change its own tensor afterwards, unless the tensor is in pinned memory already.
+    """
+    is_on_host = tensor.device.type == "cpu" and device.type != "cpu"
+    if not is_on_host or tensor.layout is not torch.strided or tensor.requires_grad or not can_pin(device.type):
+        return tensor.to(device)
+    pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
+    return pinned.to(device, non_blocking=True)
+
+
+def random_states() -> tuple[str, list[Tensor]] | None:
+    """Return the type of the accelerator and the states of its generators by device number; None without them."""
+    accelerator = current_accelerator()
+    module = None if accelerator is None else device_module(accelerator.type)
+    if accelerator is None or module is None:
+        return None
+    if (get_all := getattr(module, "get_rng_state_all", None)) is not None:
+        return accelerator.type, list(get_all())
+    # torch.mps has one device and no numbers.
+    get_one = getattr(module, "get_rng_state", None)
+    return None if get_one is None else (accelerator.type, [get_one()])
+
+
+def set_random_states(device_type: str, states: Sequence[Tensor]) -> None:
+    """Restore the states of the accelerator's generators; states of devices that this machine lacks are skipped."""
+    accelerator = current_accelerator()
+    if accelerator is None or accelerator.type != device_type:
+        return
+    module = device_module(device_type)
+    if getattr(module, "get_rng_state_all", None) is None:
+        if states and getattr(module, "set_rng_state", None) is not None:
+            module.set_rng_state(states[0])
+        return
+    for number, state in enumerate(states[: torch.accelerator.device_count()]):
+        module.set_rng_state(state, number)
+
+
+def free_memory(device: torch.device) -> None:
+    """Return the unused memory that torch has reserved on an accelerator to the device."""
+    empty_cache = getattr(device_module(device.type), "empty_cache", None)
+    if empty_cache is not None and device.type not in _ALWAYS_HERE:
+        empty_cache()
+
+
+def peak_memory(device: torch.device, *, reset: bool = False) -> int | None:
+    """Return the largest number of bytes that tensors took on an accelerator; None if torch does not count them.
+
+    Args:
+        device: The device.
+        reset: Start a new measurement afterwards.
+    """
+    module = device_module(device.type)
+    measure, start = getattr(module, "max_memory_allocated", None), getattr(module, "reset_peak_memory_stats", None)
+    if measure is None or start is None or device.type in _ALWAYS_HERE:
+        return None
+    peak = int(measure(device))
+    if reset:
+        start(device)
+    return peak
+
+
+@cache
+def widest_float(device_type: str) -> torch.dtype:
+    """Return float64, or float32 for devices that have no float64: Apple's, Habana's and some of Intel's.
+
+    Example:
+        >>> widest_float("cpu"), widest_float("mps")
+        (torch.float64, torch.float32)
+    """
+    if device_type == "xpu" and torch.xpu.is_available():
+        return torch.float64 if torch.xpu.get_device_properties().has_fp64 else torch.float32
+    return torch.float32 if device_type in ("mps", "hpu") else torch.float64
+
+
+def supports_bfloat16(device_type: str) -> bool:
+    """Return whether autocast of a device can compute in bfloat16."""
+    module = device_module(device_type)
+    if (supported := getattr(module, "is_bf16_supported", None)) is not None:
+        return bool(supported())
+    if (dtypes := getattr(module, "get_amp_supported_dtype", None)) is not None:
+        return torch.bfloat16 in dtypes()
+    return True
+
+
+def collective_backend(device_type: str) -> str:
+    """Return the process group backend for the tensors of a device and of the CPU.
+
+    Example:
+        >>> collective_backend("cpu"), collective_backend("cuda")
+        ('gloo', 'cpu:gloo,cuda:nccl')
+    """
+    # Imported here: some builds of torch have no distributed package.
+    from torch.distributed import Backend
+
+    # An extension registers its backend in this table when it is imported.
+    own = Backend.default_device_backend_map.get(device_type, "gloo")
+    return "gloo" if own == "gloo" else f"cpu:gloo,{device_type}:{own}"

@@ -1,0 +1,134 @@
+"""Copies of batches to an accelerator: from pinned memory, on a separate stream, started one batch ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from dovetail.accelerators import can_pin, numbered
+from dovetail.data import to_device
+from dovetail.data.batches import map_leaves, map_tensors
+
+Move = Callable[[Any, torch.device], Any]
+"""Returns a batch with its tensors on a device."""
+
+
+def batch_mover(memory_format: str | None, device: torch.device) -> Move:
+    """Return the function that moves a batch to a device, in a memory format."""
+    if device.type != "cpu" and can_pin(device.type):
+        return DeviceCopier(memory_format, device)
+    return to_device if memory_format is None else _to_device_channels_last
+
+
+def channels_last(tensor: Tensor) -> Tensor:
+    """Return images with the channels last in memory, and any other tensor unchanged."""
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
+
+
+class DeviceCopier:
+    """Copies batches to an accelerator without waiting for it.
+
+    A copy runs on its own stream, so it overlaps with the computation that the device was given before. The stream of
+    the computation waits for the copy; the host does not. `start` starts the copy of a batch before it is needed, and
+    the later call with the same object returns this copy.
+
+    Args:
+        memory_format: `channels_last`, or None for no change.
+        device: The device.
+    """
+
+    def __init__(self, memory_format: str | None, device: torch.device) -> None:
+        self._settings = memory_format, device
+        self._device = numbered(device)
+        self._stream = _side_stream(self._device)
+        self._started: list[_Copy] = []
+
+    def __call__(self, batch: Any, device: torch.device) -> Any:
+        """Return the batch on the device, for the current stream."""
+        if numbered(device) != self._device:
+            return batch_mover(self._settings[0], device)(batch, device)
+        for number, copy in enumerate(self._started):
+            if copy.batch is batch:
+                del self._started[number]
+                return self._finish(copy)
+        return self._finish(self._copy(batch))
+
+    def start(self, batch: Any) -> None:
+        """Start the copy of a batch that is needed later."""
+        try:
+            self._started.append(self._copy(batch))
+        except RuntimeError:
+            # For example, the memory of the device is full. The copy is repeated, and the error raised, when the
+            # batch is used: the memory may be free by then.
+            return
+
+    def forget(self, batch: Any) -> None:
+        """Release the copy of a batch that was started and is not needed."""
+        self._started = [copy for copy in self._started if copy.batch is not batch]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Streams cannot be copied or sent to another process.
+        return batch_mover, self._settings
+
+    def _copy(self, batch: Any) -> _Copy:
+        stream = self._stream if all(map(_is_plain, _leaves(batch))) else None
+        if stream is None:
+            return _Copy(batch, self._moved(batch), None)
+        with stream:
+            moved = self._moved(batch)
+            return _Copy(batch, moved, None if moved is batch else stream.record_event())
+
+    def _moved(self, batch: Any) -> Any:
+        moved = to_device(batch, self._device, non_blocking=True)
+        return moved if self._settings[0] is None else map_tensors(channels_last, moved)
+
+    def _finish(self, copy: _Copy) -> Any:
+        if copy.event is not None:
+            current = torch.accelerator.current_stream(self._device)
+            current.wait_event(copy.event)
+            for tensor in _leaves(copy.moved):
+                if isinstance(tensor, Tensor):
+                    # Otherwise the memory could be given to the next copy while a kernel of this stream reads it.
+                    tensor.record_stream(current)
+        return copy.moved
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A started copy: the batch on the host, the batch on the device, and the event at the end of the copy."""
+
+    batch: Any
+    moved: Any
+    event: torch.Event | None
+
+
+def _side_stream(device: torch.device) -> torch.Stream | None:
+    """Return a new stream of a device; None if it has only one."""
+    try:
+        stream = torch.Stream(device=device)
+        stream.record_event().query()
+    except (RuntimeError, NotImplementedError):
+        return None
+    return stream
+
+
+def _leaves(batch: Any) -> Iterator[Any]:
+    found: list[Any] = []
+    map_leaves(lambda leaf: found.append(leaf) or leaf, batch)  # type: ignore[func-returns-value]
+    return iter(found)
+
+
+def _is_plain(leaf: Any) -> bool:
+    """Return whether a leaf is no tensor, or one whose memory a stream can record."""
+    if isinstance(leaf, Tensor):
+        return leaf.layout is torch.strided and not leaf.is_nested
+    return not isinstance(leaf, PackedSequence)
+
+
+def _to_device_channels_last(batch: Any, device: torch.device) -> Any:
+    return map_tensors(channels_last, to_device(batch, device))
