@@ -63,6 +63,7 @@ class Graph:
     places: list[Callable[[], Any] | None] = field(default_factory=list)
     _spaces: list[MutableMapping[str, Any]] = field(default_factory=list)
     _slots: list[str] = field(default_factory=list)
+    _updated: list[nn.Parameter] = field(default_factory=list)
 
     def run(self, leaves: list[Tensor]) -> Sequence[Tensor]:
         """Make the updates, and return the outputs of all steps in one sequence."""
@@ -89,12 +90,18 @@ class Graph:
         """Return the tensors that a run may change."""
         return [*self.parameters, *map(getitem, self._spaces, self._slots)]
 
+    @property
+    def updated(self) -> list[nn.Parameter]:
+        """The parameters whose optimizer state the graph uses, each once."""
+        return self._updated
+
     def bind(self, optimizer: Optimizer) -> None:
         """Look up the optimizer's state, and create what torch would create in a first step."""
         for parameter, slot in self.states:
             optimizer.state[parameter][slot] = state_of(optimizer, parameter, slot)
         cells = [*self.buffers, *((optimizer.state[parameter], slot) for parameter, slot in self.states)]
         self._spaces, self._slots = [space for space, _ in cells], [slot for _, slot in cells]
+        self._updated = list(dict.fromkeys(parameter for parameter, _ in self.states))
         self.bound, self.num_bound = optimizer.state, len(optimizer.state)
         # Torch's schedulers read this flag to warn if they step before the optimizer.
         vars(optimizer)["_opt_called"] = True

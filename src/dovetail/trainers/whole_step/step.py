@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
 
+from dovetail.trainers.whole_step.gradients import GradientBuffers
 from dovetail.trainers.whole_step.graph import Graph, Outputs, Shorter, State, buffer_place, constant_place
 from dovetail.trainers.whole_step.limits import (
     CannotCompileError,
@@ -28,8 +29,9 @@ from dovetail.trainers.whole_step.limits import (
     ids,
     reject_changes,
 )
-from dovetail.trainers.whole_step.rules import RULES, clipped, state_of
+from dovetail.trainers.whole_step.rules import checked_rule, clipped, state_of
 from dovetail.trainers.whole_step.tracing import (
+    Backend,
     channels_last,
     compiled,
     cut,
@@ -39,7 +41,9 @@ from dovetail.trainers.whole_step.tracing import (
     lift_constants,
     lift_draws,
     loss_of,
+    naming_update,
     sizes_of,
+    uncompiled,
     with_tensors,
 )
 
@@ -69,10 +73,13 @@ class WholeStep:
     Args:
         compute: Returns `{"loss": …, …}` for a batch, from the tensors of the modules.
         modules: All modules whose tensors `compute` uses; the optimizer's parameters are among them.
-        optimizer: `SGD`, `Adam` or `AdamW`.
+        optimizer: An optimizer of torch, except those that read values of tensors (`LBFGS`, `Adafactor`).
         max_norm: Largest norm of all gradients together; 0 means no clipping.
         spaces: Names and attributes (`vars(it)`) of objects besides the modules that `compute` must not change: a graph
             would not repeat the change.
+        backend: `inductor` compiles; `eager` calls the operations of the traced graph one by one, to find out whether
+            a difference comes from the trace or from the compiler.
+        tolerance: The relative difference between the losses of a graph and of `compute` that is due to rounding.
 
     Raises:
         CannotCompileError: A graph does not support the modules or the optimizer.
@@ -92,8 +99,12 @@ class WholeStep:
         optimizer: Optimizer,
         max_norm: float = 0.0,
         spaces: Sequence[Space] = (),
+        backend: Backend = "inductor",
+        tolerance: float = 1e-3,
     ) -> None:
         self.optimizer = optimizer
+        self._tolerance = tolerance
+        self._backend = backend
         self._compute = compute
         self.max_norm = max_norm
         # One root for all modules, so that every tensor has one name.
@@ -101,9 +112,8 @@ class WholeStep:
         self._modules = list(self._root.modules())[1:]
         self._parameters = dict(self._root.named_parameters())
         self._spaces = [*((type(module).__name__, vars(module)) for module in self._modules), *spaces]
-        check_modules(self._modules, self._parameters)
-        check_optimizer(optimizer, self._parameters)
-        self._rule = rule = RULES[type(optimizer)]
+        self._check(optimizer)
+        self._rule = rule = checked_rule(optimizer)
         self._settings_of = itemgetter(*rule.settings)
         # The optimizer's settings in the last call, without its rates, and the terms that its updates have.
         self._settings: list[Any] = []
@@ -111,6 +121,7 @@ class WholeStep:
         self._grouped = [ids(group["params"]) for group in optimizer.param_groups]
         self._graphs: dict[str, Graph] = {}
         self._last: tuple[Any, Graph] | None = None
+        self._last_run: Graph | None = None
         # State of the run: how often each form has come, the forms that have graphs, and the previous form.
         self._seen: dict[str, int] = {}
         self._compiled: set[str] = set()
@@ -124,6 +135,11 @@ class WholeStep:
     def num_graphs(self) -> int:
         """The number of forms of batches that have a graph."""
         return len(self._graphs)
+
+    @property
+    def last_updated(self) -> list[nn.Parameter]:
+        """The parameters whose state the last graph has changed."""
+        return [] if self._last_run is None else self._last_run.updated
 
     def start_run(self, *, is_among_many: bool = False) -> None:
         """Start another run: its own batches decide what is compiled, not the runs before.
@@ -152,8 +168,7 @@ class WholeStep:
             or [ids(group["params"]) for group in optimizer.param_groups] != self._grouped
         ):
             return False
-        check_modules(self._modules, self._parameters)
-        check_optimizer(optimizer, self._parameters)
+        self._check(optimizer)
         self.optimizer = optimizer
         return True
 
@@ -256,6 +271,11 @@ class WholeStep:
 
     # ------------------------------------------------------------------ private
 
+    def _check(self, optimizer: Optimizer) -> None:
+        # `GradientBuffers` calls the hooks that wait for a gradient.
+        check_modules(self._modules, self._parameters, calls_hooks=isinstance(optimizer, GradientBuffers))
+        check_optimizer(optimizer, self._parameters)
+
     def _is_worth_a_graph(self, name: str) -> bool:
         previous, self._previous = self._previous, name
         is_first = not self._seen
@@ -321,6 +341,7 @@ class WholeStep:
 
     def _refresh(self, graph: Graph) -> None:
         """Update a graph to the current state and numbers of the optimizer."""
+        self._last_run = graph
         optimizer, groups = self.optimizer, self.optimizer.param_groups
         if graph.bound is not optimizer.state or graph.num_bound != len(optimizer.state):
             graph.bind(optimizer)
@@ -345,7 +366,7 @@ class WholeStep:
             (parameter, slot)
             for group, term in zip(optimizer.param_groups, terms, strict=True)
             for parameter in group["params"]
-            for slot in rule.slots(term)
+            for slot in rule.slots(optimizer, parameter, term)
         ]
         hyper = torch.zeros(sum(len(rule.numbers(group)) for group in optimizer.param_groups), dtype=torch.float64)
         given: list[Tensor] = [
@@ -373,7 +394,10 @@ class WholeStep:
         in_one = all(it.device.type == "cpu" for it in given)
         inputs = list(compress([*given, *constants, *drawn], is_used))
         opened = is_open.index(True) if any(is_open) else None
-        call = compiled(traced, inputs, in_one=in_one, is_open=opened is not None)
+        if self._backend == "eager":
+            call = uncompiled(traced)
+        else:
+            call = compiled(traced, inputs, in_one=in_one, is_open=opened is not None)
         sizes = frozenset() if opened is None else sizes_of(places[opened].meta["val"], len(given[opened]))
         used = iter(is_used)
         return Graph(
@@ -463,10 +487,14 @@ class WholeStep:
         swapped = {**by_name, **buffers}
         with _reparametrize_module(self._root, swapped, tie_weights=True):
             outputs = self._compute(batch)
-        loss = loss_of(outputs)
+        by_group = [[next(coming) for _ in rule.numbers(group)] for group in groups]
+        loss = rule.weighted(loss_of(outputs), outputs, by_group[0], self._terms[0])
         trained = [it for group in groups for it in group["params"] if it.requires_grad]
         found = torch.autograd.grad(loss, [leaves[it] for it in trained], allow_unused=True)
         gradients = {it: gradient for it, gradient in zip(trained, found, strict=True) if gradient is not None}
+        slots: dict[nn.Parameter, dict[str, Tensor]] = {it: {} for it in gradients}
+        for (owner, slot), value in state.items():
+            slots.setdefault(owner, {})[slot] = value
         with torch.no_grad():
             # Some modules replace a buffer, others write into it.
             for name, buffer in buffers.items():
@@ -474,12 +502,11 @@ class WholeStep:
                     buffer.copy_(swapped[name])
             if self.max_norm:
                 gradients = clipped(gradients, self.max_norm)
-            for group, term in zip(groups, self._terms, strict=True):
-                own = [next(coming) for _ in rule.numbers(group)]
-                for it in group["params"]:
-                    if it in gradients:
-                        slots = {slot: state[it, slot] for slot in rule.slots(term)}
-                        rule.update(parameters[it], gradients[it], slots, own, term)
+            for group, own, term in zip(groups, by_group, self._terms, strict=True):
+                chosen = [it for it in group["params"] if it in gradients]
+                tensors = [parameters[it] for it in chosen], [gradients[it] for it in chosen]
+                with naming_update(self.optimizer):
+                    rule.update(self.optimizer, group, *tensors, [slots[it] for it in chosen], own, term)
         return outputs
 
     def _expected(self, batch: Any) -> Mapping[str, Any]:
@@ -519,7 +546,8 @@ class WholeStep:
         except Exception as error:
             cause = f"the graph of the step fails ({first_line(error)})"
         else:
-            if all(_agree(found, due, graph.fixed) for found, due in zip(outputs, expected, strict=True)):
+            pairs = zip(outputs, expected, strict=True)
+            if all(_agree(found, due, graph.fixed, self._tolerance) for found, due in pairs):
                 return outputs
             cause = "the step computes something that changes from call to call independently of its batch and weights"
         restore()
@@ -542,8 +570,8 @@ def _torch_generators() -> list[tuple[torch.Generator, Tensor]]:
     return [(generator, generator.get_state()) for generator in generators]
 
 
-def _agree(outputs: Outputs, expected: Mapping[str, Any], fixed: Mapping[str, Any]) -> bool:
+def _agree(outputs: Outputs, expected: Mapping[str, Any], fixed: Mapping[str, Any], tolerance: float) -> bool:
     """Return whether a graph computed the expected loss, up to rounding, and the same outputs that are not tensors."""
     loss, due = float(outputs["loss"]), float(expected["loss"].detach())
-    is_near = math.isclose(loss, due, rel_tol=1e-3, abs_tol=1e-4) or not math.isfinite(due)
+    is_near = math.isclose(loss, due, rel_tol=tolerance, abs_tol=tolerance / 10) or not math.isfinite(due)
     return is_near and all(expected.get(name) == value for name, value in fixed.items())

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import repeat
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from dovetail.trainers.whole_step.limits import CannotCompileError, first_line
+
+Backend = Literal["inductor", "eager"]
 
 
 def describe_batch(batch: Any) -> tuple[list[Tensor], Any]:
@@ -138,6 +142,18 @@ def loss_of(outputs: Any) -> Tensor:
     return loss if loss.ndim == 0 else loss.reshape(())
 
 
+@contextmanager
+def naming_update(optimizer: Optimizer) -> Iterator[None]:
+    """Turn an error of a traced update that reads a tensor into one that names the optimizer."""
+    from torch._subclasses import fake_tensor
+
+    try:
+        yield
+    except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException) as error:
+        cause = f"the update of {type(optimizer).__name__} depends on the value of a tensor"
+        raise CannotCompileError(cause) from error
+
+
 def lift_constants(traced: GraphModule) -> list[Tensor]:
     """Turn tensors that are neither in the modules nor in the batch into inputs, so that the graph uses no copies."""
     found: dict[str, tuple[Node, Tensor]] = {}
@@ -221,6 +237,16 @@ def check_compiler() -> None:
         cpp_builder.get_cpp_compiler()
     except exc.InvalidCxxCompiler as error:
         raise CannotCompileError("there is no C++ compiler, such as g++") from error
+
+
+def uncompiled(traced: GraphModule) -> Callable[..., Any]:
+    """Return a function that calls the operations of a graph one by one."""
+
+    def call(*inputs: Tensor) -> Any:
+        with torch.no_grad():
+            return traced(*inputs)
+
+    return call
 
 
 def compiled(
