@@ -281,7 +281,9 @@ class Compiled(Capability):
         spaces.append(("context.state", context.state))
         precision = None if context.precision is None else context.precision.dtype
         tolerance = _TOLERANCES.get(precision, 1e-3)
-        step = WholeStep(self._compute_output, modules, optimizer, max_norm, spaces, self._backend, tolerance)
+        step = WholeStep(
+            self._compute_output, modules, optimizer, max_norm, spaces, self._backend, tolerance, self._describe_step
+        )
         step.start_run(is_among_many=context.run.is_one_of_many)
         if self._restored:
             step.load_state_dict(self._restored)
@@ -346,6 +348,28 @@ class Compiled(Capability):
             return None
         try:
             return read_by((context.model, self.criterion, self.strategies.training_step, context.config), _KNOWN)
+        except UnknownError:
+            return None
+
+    def _describe_step(self) -> Any:
+        """Return the inputs of the step that are not tensors, for trainers that share compiled code; None if unknown.
+
+        A module of the user counts as known by its class and attributes: the first loss of every graph is compared
+        with an eager one in each trainer.
+        """
+        context, options = self.context, self.options
+        assert context.run.trainer is not None
+        stack = list(layers(context.run.trainer))
+        if any(map(_has_own_step, stack)) or _own_verb(context.run.trainer, "train_step"):
+            return None
+        if options.sample_weight or options.class_weight is not None or options.target is not None:
+            return None
+        precision = None if context.precision is None else context.precision.dtype
+        # Values that determine the length of a run and its rates, which are inputs of the graph.
+        config = {name: value for name, value in context.config.items() if name not in ("epochs", "batch_size", "lr")}
+        try:
+            parts = (context.model, self.criterion, self.strategies.training_step, config)
+            return list(map(type, stack)), precision, read_by(parts, _KNOWN, trusts_code=True)
         except UnknownError:
             return None
 

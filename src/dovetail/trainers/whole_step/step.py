@@ -30,6 +30,7 @@ from dovetail.trainers.whole_step.limits import (
     reject_changes,
 )
 from dovetail.trainers.whole_step.rules import checked_rule, clipped, state_of
+from dovetail.trainers.whole_step.sharing import Code, shared_code
 from dovetail.trainers.whole_step.tracing import (
     Backend,
     channels_last,
@@ -80,6 +81,8 @@ class WholeStep:
         backend: `inductor` compiles; `eager` calls the operations of the traced graph one by one, to find out whether
             a difference comes from the trace or from the compiler.
         tolerance: The relative difference between the losses of a graph and of `compute` that is due to rounding.
+        describe: Returns all inputs of `compute` besides tensors, or None if they are unknown. Steps with equal inputs
+            share compiled code.
 
     Raises:
         CannotCompileError: A graph does not support the modules or the optimizer.
@@ -101,8 +104,10 @@ class WholeStep:
         spaces: Sequence[Space] = (),
         backend: Backend = "inductor",
         tolerance: float = 1e-3,
+        describe: Callable[[], Any] | None = None,
     ) -> None:
         self.optimizer = optimizer
+        self._describe = describe
         self._tolerance = tolerance
         self._backend = backend
         self._compute = compute
@@ -379,8 +384,64 @@ class WholeStep:
         is_open = [False] * len(given) + (list(is_cut) or [False] * len(leaves))
         # If two inputs were one tensor here, they would be compiled as one input, but may differ in the next batch.
         given += [empty_like(it) for it in leaves]
+        key = self._sharing_key(batches, list(buffers), states, given, is_open)
+        code = shared_code(key, lambda: self._make_code(batches, list(buffers), states, given, is_open))
+        used = iter(code.is_used)
+        return Graph(
+            code.call,
+            list(compress(self._parameters.values(), used)),
+            [buffer_place(self._root, name) for name in compress(buffers, used)],
+            list(compress(states, used)),
+            list(compress([hyper], used)),
+            list(compress(range(len(leaves)), used)),
+            kept := list(compress(code.constants, used)),
+            list(code.draws),
+            list(code.names),
+            dict(code.fixed),
+            code.sizes,
+            places=[constant_place(self._spaces, it) for it in kept],
+        )
+
+    def _sharing_key(
+        self,
+        batches: Sequence[Any],
+        buffer_names: list[str],
+        states: list[State],
+        given: list[Tensor],
+        is_open: list[bool],
+    ) -> Any:
+        """Return all inputs of a trace, to find the code of another step with equal ones; None if they are unknown."""
+        described = None if self._describe is None else self._describe()
+        if described is None:
+            return None
+        numbers = {id(it): number for number, it in enumerate(self._parameters.values())}
+        return (
+            described,
+            self._backend,
+            self.max_norm,
+            type(self.optimizer),
+            [[numbers[id(it)] for it in group["params"]] for group in self.optimizer.param_groups],
+            [(numbers[id(parameter)], slot) for parameter, slot in states],
+            self._state(),
+            # With the names of shared weights.
+            [(name, numbers[id(it)]) for name, it in self._root.named_parameters(remove_duplicate=False)],
+            buffer_names,
+            [(*_FORM(it), it.stride()) for it in given],
+            is_open,
+            [describe_batch(batch)[1][0] for batch in batches],
+        )
+
+    def _make_code(
+        self,
+        batches: Sequence[Any],
+        buffer_names: list[str],
+        states: list[State],
+        given: list[Tensor],
+        is_open: list[bool],
+    ) -> Code:
+        """Trace and compile consecutive steps; the arguments are those of `_trace`."""
         with reject_changes(self._spaces):
-            traced, names, fixed = self._traced(batches, list(buffers), states, given, is_open)
+            traced, names, fixed = self._traced(batches, buffer_names, states, given, is_open)
         constants = lift_constants(traced)
         draws = lift_draws(traced)
         places = [node for node in traced.graph.nodes if node.op == "placeholder"]
@@ -399,21 +460,7 @@ class WholeStep:
         else:
             call = compiled(traced, inputs, in_one=in_one, is_open=opened is not None)
         sizes = frozenset() if opened is None else sizes_of(places[opened].meta["val"], len(given[opened]))
-        used = iter(is_used)
-        return Graph(
-            call,
-            list(compress(self._parameters.values(), used)),
-            [buffer_place(self._root, name) for name in compress(buffers, used)],
-            list(compress(states, used)),
-            list(compress([hyper], used)),
-            list(compress(range(len(leaves)), used)),
-            kept := list(compress(constants, used)),
-            draws,
-            names,
-            fixed,
-            sizes,
-            places=[constant_place(self._spaces, it) for it in kept],
-        )
+        return Code(call, tuple(is_used), tuple(draws), tuple(names), tuple(fixed.items()), sizes, tuple(constants))
 
     def _traced(self, *step: Any) -> tuple[GraphModule, list[str], dict[str, Any]]:
         if any(isinstance(module, (nn.Conv2d, nn.ConvTranspose2d)) for module in self._modules):
@@ -554,6 +601,7 @@ class WholeStep:
         raise CannotCompileError(cause)
 
 
+_FORM = attrgetter("shape", "dtype", "device")
 _PARAMS, _RATE = itemgetter("params"), itemgetter("lr")
 _TRAINING, _REQUIRES_GRAD = attrgetter("training"), attrgetter("requires_grad")
 

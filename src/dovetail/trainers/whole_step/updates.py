@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dovetail.trainers.whole_step.graph import Graph
+from dovetail.trainers.whole_step.graph import Graph, State
 from dovetail.trainers.whole_step.limits import CannotCompileError, check_memory, check_optimizer, first_line, ids
 from dovetail.trainers.whole_step.rules import checked_rule, state_of
+from dovetail.trainers.whole_step.sharing import Code, shared_code
 from dovetail.trainers.whole_step.tracing import Backend, compiled, empty_like, fake_inputs, naming_update, uncompiled
 
 # An optimizer with more combinations of used parameters than this is updated eagerly.
@@ -76,12 +77,9 @@ class UpdateStep:
 
     def _compile(self, parameters: list[nn.Parameter], gradients: list[Tensor], terms: list[Any]) -> Graph:
         """Trace and compile the update of these parameters."""
-        # Imported here because it takes most of a second.
-        from torch.fx.experimental.proxy_tensor import make_fx
-
         optimizer, rule, groups = self.optimizer, self._rule, self.optimizer.param_groups
-        used = set(ids(parameters))
-        chosen = [[it for it in group["params"] if id(it) in used] for group in groups]
+        used_ids = set(ids(parameters))
+        chosen = [[it for it in group["params"] if id(it) in used_ids] for group in groups]
         states = [
             (parameter, slot)
             for members, term in zip(chosen, terms, strict=True)
@@ -94,6 +92,44 @@ class UpdateStep:
         # The gradients may be views of one tensor, which the graph only reads.
         given = [*own, *map(empty_like, gradients)]
 
+        numbers = {id(it): number for number, it in enumerate(_parameters(optimizer))}
+        key = (
+            type(optimizer),
+            self._backend,
+            terms,
+            [[numbers[id(it)] for it in members] for members in chosen],
+            [(numbers[id(parameter)], slot) for parameter, slot in states],
+            [(*_FORM(it), it.stride()) for it in given],
+        )
+        code = shared_code(key, lambda: self._make_code(parameters, chosen, terms, states, given))
+        used = iter(code.is_used)
+        return Graph(
+            code.call,
+            list(compress(parameters, used)),
+            [],
+            list(compress(states, used)),
+            list(compress([hyper], used)),
+            list(compress(range(len(gradients)), used)),
+            constants=[],
+            draws=[],
+            names=[],
+            fixed={},
+        )
+
+    def _make_code(
+        self,
+        parameters: list[nn.Parameter],
+        chosen: list[list[nn.Parameter]],
+        terms: list[Any],
+        states: list[State],
+        given: list[Tensor],
+    ) -> Code:
+        """Trace and compile the update: `chosen` are the parameters of each group, `given` all inputs."""
+        # Imported here because it takes most of a second.
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        optimizer, rule, groups = self.optimizer, self._rule, self.optimizer.param_groups
+
         def update(*inputs: Tensor) -> list[Tensor]:
             rest = iter(inputs)
             values = {it: next(rest) for it in parameters}
@@ -101,12 +137,11 @@ class UpdateStep:
             for owner, slot in states:
                 slots[owner][slot] = next(rest)
             coming, found = iter(next(rest).unbind()), dict(zip(parameters, rest, strict=True))
-            with torch.no_grad():
+            with torch.no_grad(), naming_update(optimizer):
                 for group, members, term in zip(groups, chosen, terms, strict=True):
                     numbers = [next(coming) for _ in rule.numbers(group)]
                     tensors = [values[it] for it in members], [found[it] for it in members]
-                    with naming_update(optimizer):
-                        rule.update(optimizer, group, *tensors, [slots[it] for it in members], numbers, term)
+                    rule.update(optimizer, group, *tensors, [slots[it] for it in members], numbers, term)
             return []
 
         mode, fakes = fake_inputs(given, [False] * len(given))
@@ -125,23 +160,9 @@ class UpdateStep:
                 traced.graph.erase_node(node)
         traced.recompile()
         if self._backend == "eager":
-            call = uncompiled(traced)
-        else:
-            in_one = all(it.device.type == "cpu" for it in given)
-            call = compiled(traced, list(compress(given, is_used)), in_one=in_one)
-        kept = iter(is_used)
-        return Graph(
-            call,
-            list(compress(parameters, kept)),
-            [],
-            list(compress(states, kept)),
-            list(compress([hyper], kept)),
-            list(compress(range(len(gradients)), kept)),
-            [],
-            [],
-            [],
-            {},
-        )
+            return Code(uncompiled(traced), tuple(is_used))
+        in_one = all(it.device.type == "cpu" for it in given)
+        return Code(compiled(traced, list(compress(given, is_used)), in_one=in_one), tuple(is_used))
 
 
 _GRAD, _FORM = attrgetter("grad"), attrgetter("shape", "dtype", "device")

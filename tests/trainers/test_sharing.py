@@ -1,0 +1,107 @@
+"""Compiled code that trainers share: equal steps have one graph, and different ones never do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from problem import Problem
+from torch import Tensor, nn
+from torch.nn.functional import relu
+from torch.optim import RMSprop
+
+from dovetail.trainers import CompiledTrainer, Trainer
+from dovetail.trainers.whole_step.sharing import _SHARED, Code, shared_code
+from dovetail.units import Epochs
+
+
+class Model(nn.Module):
+    """A module of a user, with a number, a function and weights that may be shared."""
+
+    def __init__(
+        self, scale: float = 1.0, activation: Callable[[Tensor], Tensor] = relu, *, ties: bool = False
+    ) -> None:
+        super().__init__()
+        self._scale, self.activation = scale, activation
+        self.first, self.second, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.dropout = nn.Dropout(0.0)
+        if ties:
+            self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.last(self.dropout(self.activation(self.second(self.first(x) * self._scale))))
+        return logits
+
+
+def with_dropout() -> nn.Module:
+    model = Model()
+    model.dropout.p = 0.5
+    return model
+
+
+def train(problem: Problem, wrap: Callable[[Any], Any], changed: dict[str, Any]) -> Any:
+    settings = {"model": Model, "criterion": nn.CrossEntropyLoss(), "eps": 1e-8, "gradient_clip": 0.5, **changed}
+    torch.manual_seed(1)
+    model, criterion, eps = settings.pop("model")(), settings.pop("criterion"), settings.pop("eps")
+    rates = {"lr": settings.pop("lr", 0.01), "momentum": settings.pop("momentum", 0.0)}
+    optimizer = RMSprop(model.parameters(), eps=eps, **rates)
+    trainer = wrap(Trainer(model, "cpu", optimizer=optimizer, criterion=criterion, verbose=False, **settings))
+    torch.manual_seed(2)
+    trainer.fit(problem.batches[:4], max_length=Epochs(1))
+    return trainer.model.state_dict()
+
+
+def compiled(trainer: Any) -> Any:
+    return CompiledTrainer(trainer, backend="eager")
+
+
+def test_a_trainer_with_an_equal_step_shares_the_graph_of_another(problem: Problem) -> None:
+    _SHARED.clear()
+    for rate in (0.01, 0.02):
+        changed = {"lr": rate}
+        found = train(problem, compiled, changed)
+        torch.testing.assert_close(found, train(problem, lambda it: it, changed), rtol=0, atol=2e-6)
+    assert len(_SHARED) == 1
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        pytest.param({"model": lambda: Model(scale=0.5)}, id="attribute"),
+        pytest.param({"model": lambda: Model(activation=torch.tanh)}, id="function"),
+        pytest.param({"model": lambda: Model(ties=True)}, id="tied-weights"),
+        pytest.param({"model": with_dropout}, id="dropout"),
+        pytest.param({"criterion": nn.CrossEntropyLoss(label_smoothing=0.1)}, id="criterion"),
+        pytest.param({"gradient_clip": 0.1}, id="clipping"),
+        pytest.param({"eps": 1e-2}, id="constant-of-the-update"),
+        pytest.param({"momentum": 0.9}, id="term-of-the-update"),
+        pytest.param({"accumulation_steps": 2}, id="accumulation"),
+    ],
+)
+def test_a_trainer_with_another_step_gets_its_own_graph(problem: Problem, changed: dict[str, Any]) -> None:
+    _SHARED.clear()
+    train(problem, compiled, {})
+    found = train(problem, compiled, changed)
+    assert len(_SHARED) == (3 if "accumulation_steps" in changed else 2)
+    torch.testing.assert_close(found, train(problem, lambda it: it, changed), rtol=0, atol=2e-6)
+
+
+def test_a_model_with_a_function_that_has_a_closure_shares_no_graph(problem: Problem) -> None:
+    factor = 2.0
+    _SHARED.clear()
+    train(problem, compiled, {"model": lambda: Model(activation=lambda it: it * factor)})
+    assert not _SHARED
+
+
+def test_only_the_graphs_that_were_used_last_are_kept() -> None:
+    _SHARED.clear()
+    for number in range(40):
+        shared_code(["step", number], lambda: Code(print, ()))
+        shared_code(["step", 0], lambda: Code(print, ()))
+    assert len(_SHARED) == 32
+    kept = Code(print, (True,))
+    assert shared_code(["step", 0], lambda: kept) is not kept
+    assert shared_code(["step", 1], lambda: kept) is kept
+    assert shared_code(["step", 1.0], lambda: Code(print, ())) is not kept
