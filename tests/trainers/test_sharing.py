@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from problem import Problem
+from compiling import needs_compiler
+from problem import Problem, assert_same_weights
 from torch import Tensor, nn
 from torch.nn.functional import relu
 from torch.optim import RMSprop
 
 from dovetail.trainers import CompiledTrainer, Trainer
-from dovetail.trainers.whole_step.sharing import _SHARED, Code, shared_code
+from dovetail.trainers.whole_step.sharing import _SHARED, Code, find_shared, share
+from dovetail.trainers.whole_step.stored import load_code, store_code
 from dovetail.units import Epochs
 
 
@@ -98,10 +102,67 @@ def test_a_model_with_a_function_that_has_a_closure_shares_no_graph(problem: Pro
 def test_only_the_graphs_that_were_used_last_are_kept() -> None:
     _SHARED.clear()
     for number in range(40):
-        shared_code(["step", number], lambda: Code(print, ()))
-        shared_code(["step", 0], lambda: Code(print, ()))
+        share(["step", number], Code(print, ()))
+        assert find_shared(["step", 0]) is not None
     assert len(_SHARED) == 32
-    kept = Code(print, (True,))
-    assert shared_code(["step", 0], lambda: kept) is not kept
-    assert shared_code(["step", 1], lambda: kept) is kept
-    assert shared_code(["step", 1.0], lambda: Code(print, ())) is not kept
+    assert find_shared(["step", 39]) is not None
+    assert find_shared(["step", 1]) is None
+    assert find_shared(["step", 39.0]) is None
+
+
+# ------------------------------------------------------------------ on disk
+
+
+def make_plain(problem: Problem) -> Any:
+    torch.manual_seed(1)
+    optimizer = partial(RMSprop, lr=0.01)
+    return CompiledTrainer(
+        Trainer(nn.Linear(6, 3), "cpu", optimizer=optimizer, criterion=nn.CrossEntropyLoss(), verbose=False)
+    )
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_stored_code_replaces_trace_and_compiler_in_a_safe_folder(
+    problem: Problem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor import config
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    _SHARED.clear()
+    first, second, third = (make_plain(problem) for _ in range(3))
+    first.fit(problem.batches, max_length=Epochs(1))
+    # From here on only what is on disk can be used.
+    monkeypatch.setattr(config.cpp, "cxx", ("/nowhere/g++",))
+    _SHARED.clear()
+    second.fit(problem.batches, max_length=Epochs(1))
+    assert second.graphs == 1
+    assert_same_weights(first.model, second.model)
+
+    _SHARED.clear()
+    (tmp_path / "dovetail").chmod(0o777)
+    with pytest.warns(UserWarning, match="there is no C"):
+        third.fit(problem.batches, max_length=Epochs(1))
+
+
+def test_damaged_stored_code_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    library = tmp_path / "library.so"
+    library.write_bytes(b"not a library")
+    store_code(["step"], Code(print, (True,), names=("loss",), library=library))
+    stored = sorted(path.suffix for path in (tmp_path / "dovetail").iterdir())
+    assert stored == [".json", ".so"]
+    assert load_code(["step"]) is None
+    assert load_code(["another"]) is None
+    (facts,) = (tmp_path / "dovetail").glob("*.json")
+    facts.write_text("[", encoding="utf-8")
+    assert load_code(["step"]) is None
+
+
+@pytest.mark.parametrize("key", [[Model], [relu, lambda it: it], [object()], None])
+def test_a_step_with_code_of_the_user_is_not_stored(key: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    library = tmp_path / "library.so"
+    library.write_bytes(b"")
+    store_code(key, Code(print, (True,), library=library))
+    assert not (tmp_path / "dovetail").exists()

@@ -477,6 +477,18 @@ def test_a_compiled_step_from_the_same_state_equals_the_eager_step(
 
 @needs_compiler
 @pytest.mark.slow
+def test_autograd_detects_weights_that_a_graph_has_changed(problem: Problem) -> None:
+    model = linear_for(problem)
+    step = whole_step(model, SGD(model.parameters(), lr=0.1))
+    inputs = problem.batches[0][0].clone().requires_grad_()
+    loss = model(inputs).sum()
+    step(problem.batches[0])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@needs_compiler
+@pytest.mark.slow
 @torture
 def test_a_long_compiled_run_in_double_precision_equals_the_eager_run() -> None:
     def train(kind: Any) -> list[float]:

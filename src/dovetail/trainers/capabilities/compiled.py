@@ -134,8 +134,9 @@ class Compiled(Capability):
     def setup(self) -> None:
         """Compile the module, in `model` mode."""
         super().setup()
-        self._epoch, self._is_eager, self._is_one_by_one = None, self._compiles == "model", False
         context, model = self.context, self.context.model
+        self._epoch, self._is_one_by_one = None, False
+        self._is_eager = self._compiles == "model" or context.run.is_trial
         if context.stage != "train" or model is None:
             return
         if self._compiles == "step":
@@ -157,7 +158,7 @@ class Compiled(Capability):
         """Return the batches; in training, read as many at a time as one call needs."""
         batches = super().batches(stage)
         # A reason against a graph is reported by `train_step`, not here.
-        if stage != "train" or self._steps_per_call == 1:
+        if stage != "train" or self._steps_per_call == 1 or self._is_eager:
             return batches
         why_not, cause = self._ruled_out()
         if why_not is not None:
@@ -239,7 +240,14 @@ class Compiled(Capability):
     def __getstate__(self) -> dict[str, Any]:
         # A copy compiles its graphs again.
         state: Any = super().__getstate__()
-        fresh = {"_step": None, "_buffers": None, "_updates": {}, "_epoch": None, "_waiting": [], "_coming": deque()}
+        fresh: dict[str, Any] = {
+            "_step": None,
+            "_buffers": None,
+            "_updates": {},
+            "_epoch": None,
+            "_waiting": [],
+            "_coming": deque(),
+        }
         return {**state, **fresh}
 
     # ------------------------------------------------------------------ private

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ class Code:
         names: The names of the outputs of a step.
         fixed: Outputs that are not tensors.
         sizes: The numbers of samples that the graph supports, if it supports several.
+        library: The file of the compiled code, if it has one.
         constants: Tensors that were found in neither modules nor batch; code with such tensors is not shared.
     """
 
@@ -35,32 +37,34 @@ class Code:
     fixed: tuple[tuple[str, Any], ...] = ()
     sizes: frozenset[int] = frozenset()
     constants: tuple[Tensor, ...] = ()
+    library: Path | None = None
 
 
-def shared_code(key: Any, make: Callable[[], Code]) -> Code:
-    """Return the code of a key, which must describe all inputs of the trace; make and keep it if there is none.
+def find_shared(key: Any) -> Code | None:
+    """Return the code that this process has for a key; None if there is none.
 
     Args:
-        key: Nested values, types and functions; None means that the inputs are unknown, so that code is not shared.
-        make: Traces and compiles.
+        key: Nested values, types and functions that describe all inputs of a trace; None means unknown inputs.
 
     Example:
         >>> code = Code(print, (True,))
-        >>> shared_code(("step", [1, 2.0]), lambda: code) is shared_code(("step", [1, 2.0]), lambda: Code(print, ()))
-        True
+        >>> share(("step", [1, 2.0]), code)
+        >>> find_shared(("step", [1, 2.0])) is code, find_shared(("step", [1, 2]))
+        (True, None)
     """
-    if key is None:
-        return make()
-    name = (_frozen(key), _settings_of_torch())
-    if name in _SHARED:
-        _SHARED.move_to_end(name)
-        return _SHARED[name]
-    code = make()
-    if not code.constants:
-        _SHARED[name] = code
+    name = None if key is None else _frozen(key)
+    if name is None or name not in _SHARED:
+        return None
+    _SHARED.move_to_end(name)
+    return _SHARED[name]
+
+
+def share(key: Any, code: Code) -> None:
+    """Keep code for other trainers of this process; code with tensors of one trainer is not kept."""
+    if key is not None and not code.constants:
+        _SHARED[_frozen(key)] = code
         while len(_SHARED) > _MOST_SHARED:
             _SHARED.popitem(last=False)
-    return code
 
 
 _SHARED: OrderedDict[Hashable, Code] = OrderedDict()
@@ -75,7 +79,7 @@ def _frozen(value: Any) -> Hashable:
     return type(value), value
 
 
-def _settings_of_torch() -> Hashable:
+def settings_of_torch() -> tuple[Any, ...]:
     """Return the global settings that change what a trace or its compiled code computes."""
     return (
         torch.get_default_dtype(),

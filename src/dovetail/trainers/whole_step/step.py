@@ -29,8 +29,9 @@ from dovetail.trainers.whole_step.limits import (
     ids,
     reject_changes,
 )
+from dovetail.trainers.whole_step.reuse import reuse_code
 from dovetail.trainers.whole_step.rules import checked_rule, clipped, state_of
-from dovetail.trainers.whole_step.sharing import Code, shared_code
+from dovetail.trainers.whole_step.sharing import Code
 from dovetail.trainers.whole_step.tracing import (
     Backend,
     channels_last,
@@ -385,7 +386,7 @@ class WholeStep:
         # If two inputs were one tensor here, they would be compiled as one input, but may differ in the next batch.
         given += [empty_like(it) for it in leaves]
         key = self._sharing_key(batches, list(buffers), states, given, is_open)
-        code = shared_code(key, lambda: self._make_code(batches, list(buffers), states, given, is_open))
+        code = reuse_code(key, self._backend, lambda: self._make_code(batches, list(buffers), states, given, is_open))
         used = iter(code.is_used)
         return Graph(
             code.call,
@@ -417,7 +418,6 @@ class WholeStep:
         numbers = {id(it): number for number, it in enumerate(self._parameters.values())}
         return (
             described,
-            self._backend,
             self.max_norm,
             type(self.optimizer),
             [[numbers[id(it)] for it in group["params"]] for group in self.optimizer.param_groups],
@@ -456,11 +456,12 @@ class WholeStep:
         inputs = list(compress([*given, *constants, *drawn], is_used))
         opened = is_open.index(True) if any(is_open) else None
         if self._backend == "eager":
-            call = uncompiled(traced)
+            call, library = uncompiled(traced), None
         else:
-            call = compiled(traced, inputs, in_one=in_one, is_open=opened is not None)
+            call, library = compiled(traced, inputs, in_one=in_one, is_open=opened is not None)
         sizes = frozenset() if opened is None else sizes_of(places[opened].meta["val"], len(given[opened]))
-        return Code(call, tuple(is_used), tuple(draws), tuple(names), tuple(fixed.items()), sizes, tuple(constants))
+        found = tuple(names), tuple(fixed.items()), sizes, tuple(constants), library
+        return Code(call, tuple(is_used), tuple(draws), *found)
 
     def _traced(self, *step: Any) -> tuple[GraphModule, list[str], dict[str, Any]]:
         if any(isinstance(module, (nn.Conv2d, nn.ConvTranspose2d)) for module in self._modules):

@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 
 from dovetail.trainers.whole_step.graph import Graph, State
 from dovetail.trainers.whole_step.limits import CannotCompileError, check_memory, check_optimizer, first_line, ids
+from dovetail.trainers.whole_step.reuse import reuse_code
 from dovetail.trainers.whole_step.rules import checked_rule, state_of
-from dovetail.trainers.whole_step.sharing import Code, shared_code
+from dovetail.trainers.whole_step.sharing import Code
 from dovetail.trainers.whole_step.tracing import Backend, compiled, empty_like, fake_inputs, naming_update, uncompiled
 
 # An optimizer with more combinations of used parameters than this is updated eagerly.
@@ -95,13 +96,12 @@ class UpdateStep:
         numbers = {id(it): number for number, it in enumerate(_parameters(optimizer))}
         key = (
             type(optimizer),
-            self._backend,
             terms,
             [[numbers[id(it)] for it in members] for members in chosen],
             [(numbers[id(parameter)], slot) for parameter, slot in states],
             [(*_FORM(it), it.stride()) for it in given],
         )
-        code = shared_code(key, lambda: self._make_code(parameters, chosen, terms, states, given))
+        code = reuse_code(key, self._backend, lambda: self._make_code(parameters, chosen, terms, states, given))
         used = iter(code.is_used)
         return Graph(
             code.call,
@@ -162,7 +162,8 @@ class UpdateStep:
         if self._backend == "eager":
             return Code(uncompiled(traced), tuple(is_used))
         in_one = all(it.device.type == "cpu" for it in given)
-        return Code(compiled(traced, list(compress(given, is_used)), in_one=in_one), tuple(is_used))
+        call, library = compiled(traced, list(compress(given, is_used)), in_one=in_one)
+        return Code(call, tuple(is_used), library=library)
 
 
 _GRAD, _FORM = attrgetter("grad"), attrgetter("shape", "dtype", "device")
