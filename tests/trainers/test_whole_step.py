@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from compiling import needs_compiler
 from problem import Problem
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer, SparseAdam
 
 from dovetail.trainers.whole_step import CannotCompileError, WholeStep
 
@@ -118,6 +119,82 @@ def test_a_whole_step_run_equals_eager_training_in_all_state(
         return losses, model.state_dict(), optimizer.state_dict(), torch.get_rng_state()
 
     assert_near(train(whole_step), train(eager_step))
+
+
+# Every optimizer of torch whose own update is traced, with all of its terms.
+TRACED: dict[str, Callable[..., Optimizer]] = {
+    "RMSprop": partial(torch.optim.RMSprop, momentum=0.9, centered=True, weight_decay=0.1),
+    "RMSprop-plain": partial(torch.optim.RMSprop, maximize=True),
+    "Adagrad": partial(torch.optim.Adagrad, lr_decay=0.1, weight_decay=0.1),
+    "Adadelta": partial(torch.optim.Adadelta, weight_decay=0.1),
+    "Adamax": partial(torch.optim.Adamax, weight_decay=0.1),
+    "NAdam": partial(torch.optim.NAdam, weight_decay=0.1, decoupled_weight_decay=True),
+    "RAdam": partial(torch.optim.RAdam, weight_decay=0.1, foreach=True),
+    "ASGD": partial(torch.optim.ASGD, t0=3, weight_decay=0.1),
+    "Rprop": torch.optim.Rprop,
+    "Muon": torch.optim.Muon,
+}
+
+
+def train_on_schedule(problem: Problem, kind: Any, make: Callable[..., Optimizer]) -> tuple[Any, ...]:
+    """Train a float64 model with matrices only, for Muon, and change the numbers of the optimizer in every step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 10, bias=False), nn.Tanh(), nn.Linear(10, 8, bias=False)).double()
+    optimizer = make(model.parameters(), lr=0.01)
+    step = kind(model, optimizer)
+    losses = []
+    for number, (inputs, targets) in enumerate(problem.batches[:8]):
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+            if "betas" in group:
+                group["betas"] = (0.5 + number / 30, 0.9)
+        losses.append(step((inputs.double(), targets))["loss"].item())
+    return losses, model.state_dict(), optimizer.state_dict(), step
+
+
+def traced_step(model: nn.Module, optimizer: Optimizer) -> WholeStep:
+    def compute(batch: Batch) -> dict[str, Any]:
+        return {"loss": cross_entropy(model(batch[0]), batch[1])}
+
+    return WholeStep(compute, [model], optimizer, MAX_NORM, backend="eager")
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_the_traced_update_of_an_optimizer_equals_its_own(problem: Problem, name: str) -> None:
+    *found, step = train_on_schedule(problem, traced_step, TRACED[name])
+    *expected, _ = train_on_schedule(problem, eager_step, TRACED[name])
+    # Muon computes in bfloat16, and the state of others holds numbers in float32.
+    tolerance = 2e-3 if name == "Muon" else 1e-7
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    assert step.num_graphs == 1
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["NAdam", *(pytest.param(name, marks=torture) for name in TRACED if name not in ("NAdam", "Muon"))]
+)
+def test_the_compiled_update_of_an_optimizer_equals_its_own(problem: Problem, name: str) -> None:
+    *found, _ = train_on_schedule(problem, whole_step, TRACED[name])
+    *expected, _ = train_on_schedule(problem, eager_step, TRACED[name])
+    torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-7)
+
+
+def test_an_optimizer_with_a_traced_update_resumes_an_eager_state(problem: Problem) -> None:
+    def train(*kinds: Any) -> Any:
+        torch.manual_seed(0)
+        model, state = linear_for(problem), None
+        for kind in kinds:
+            optimizer = TRACED["NAdam"](model.parameters(), lr=0.01)
+            if state is not None:
+                optimizer.load_state_dict(state)
+            run(kind(model, optimizer), problem.batches[:3])
+            state = optimizer.state_dict()
+        return model.state_dict(), state
+
+    expected = train(eager_step, eager_step)
+    assert_near(train(traced_step, eager_step), expected)
+    assert_near(train(eager_step, traced_step), expected)
 
 
 @needs_compiler
@@ -400,6 +477,18 @@ def test_a_compiled_step_from_the_same_state_equals_the_eager_step(
 
 @needs_compiler
 @pytest.mark.slow
+def test_autograd_detects_weights_that_a_graph_has_changed(problem: Problem) -> None:
+    model = linear_for(problem)
+    step = whole_step(model, SGD(model.parameters(), lr=0.1))
+    inputs = problem.batches[0][0].clone().requires_grad_()
+    loss = model(inputs).sum()
+    step(problem.batches[0])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@needs_compiler
+@pytest.mark.slow
 @torture
 def test_a_long_compiled_run_in_double_precision_equals_the_eager_run() -> None:
     def train(kind: Any) -> list[float]:
@@ -490,10 +579,16 @@ class Keeping(nn.Linear):
         return self.outputs[-1]
 
 
+class OwnSGD(SGD):
+    """May change the update."""
+
+
 @pytest.mark.parametrize(
     ("cause", "refused"),
     [
-        ("the optimizer is Adagrad", lambda: refusal(mean, m := linear(), torch.optim.Adagrad(m.parameters()))),
+        ("the optimizer is OwnSGD", lambda: refusal(mean, m := linear(), OwnSGD(m.parameters(), lr=0.1))),
+        ("the optimizer is SparseAdam", lambda: refusal(mean, m := linear(), SparseAdam([*m.parameters()]))),
+        ("update of Adafactor depends on", lambda: refusal(mean, m := linear(), Adafactor(m.parameters()))),
         ("dampening", lambda: refusal(mean, m := linear(), SGD(m.parameters(), momentum=0.9, dampening=0.1))),
         ("not the model's", lambda: refusal(mean, linear(), SGD(linear().parameters()))),
         ("a recurrent layer, LSTM", lambda: refusal(mean, nn.LSTM(2, 2))),

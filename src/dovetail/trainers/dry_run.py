@@ -82,10 +82,12 @@ def dry_run(
         # One whole window, because only its last batch makes an update.
         num_batches = min(context.run.window.size, forecast.num_batches or context.run.window.size)
         moment = Batches(context.progress.batches + num_batches)
-        with warnings.catch_warnings():
-            # The trial reads gradients, which a compiled step does not expose: it runs eagerly, without a warning.
-            warnings.filterwarnings("ignore", "training continues without a graph: _Watch")
+        # A trial is not worth a compiled step.
+        context.run.is_trial = True
+        try:
             history = trainer.fit(max_length=moment, validation_period=moment, checkpoint_period=moment)
+        finally:
+            context.run.is_trial = False
     problems = watch.problems(history, has_validation=has_validation)
     if _is_verbose(trainer):
         print(_report(context.model, history, watch, forecast, problems))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dovetail.errors import ConfigError
-from dovetail.trainers.capabilities import DataParallel, Timed
+from dovetail.trainers.capabilities import Compiled, DataParallel, Timed
 from dovetail.trainers.strategies.base import TrainingStepStrategy
 from dovetail.trainers.strategies.training_step import SplitStepStrategy, is_plain
 
@@ -91,8 +91,8 @@ def count_own_update(context: TrainingContext, name: str) -> None:
         "more than one optimizer": len(context.optimizers) > 1,
     }
     for verb in _UPDATE_VERBS:
-        # These two only measure or, without other processes, do nothing.
-        layers = [it for it in trainer._customized_by(verb) if not issubclass(it, (DataParallel, Timed))]
+        # These only measure, do nothing without other processes, or make the same update.
+        layers = [it for it in trainer._customized_by(verb) if not issubclass(it, (Compiled, DataParallel, Timed))]
         unused.update({f"{layer.__name__}.{verb}": True for layer in layers})
     for setting in (setting for setting, is_given in unused.items() if is_given):
         raise ConfigError(

@@ -121,6 +121,7 @@ class RunState:
         uncounted_tokens: Tokens that `progress` does not count yet: a number, or a tensor on the device.
         is_in_epoch: False between epochs, when `progress.epoch` already counts the epoch that has just ended.
         is_one_of_many: True if many short runs share this trainer, so that compiling for one of them does not pay.
+        is_trial: True during a dry run, which makes one update and then restores everything.
         meter: The training metrics of the running epoch.
         validation_names: The full names of the numbers of a validation; a name that ends with an underscore is the
             start of several. None if they are unknown before the first validation.
@@ -157,6 +158,7 @@ class RunState:
     uncounted_tokens: Any = 0
     is_in_epoch: bool = False
     is_one_of_many: bool = False
+    is_trial: bool = False
     meter: Meter = field(default_factory=Meter)
     # Validations, periods and phases.
     validation_names: tuple[str, ...] | None = None

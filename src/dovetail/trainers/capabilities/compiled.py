@@ -5,17 +5,22 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any, Literal, cast
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from dovetail.errors import ConfigError
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.capabilities.core import Capability
+from dovetail.trainers.capabilities.data_parallel import DataParallel
+from dovetail.trainers.capabilities.timed import Timed
 from dovetail.trainers.context import Stage
 from dovetail.trainers.fitting import check_kind
+from dovetail.trainers.precision import Precision
 from dovetail.trainers.preserve_state import layers, with_parts
 from dovetail.trainers.strategies.loss_criterion import (
     BCEWithLogitsLossStrategy,
@@ -26,9 +31,12 @@ from dovetail.trainers.strategies.loss_criterion import (
 )
 from dovetail.trainers.strategies.training_step import DefaultTrainingStepStrategy
 from dovetail.trainers.whole_step import (
+    Backend,
     CannotCompileError,
+    GradientBuffers,
     Outputs,
     UnknownError,
+    UpdateStep,
     WholeStep,
     check_compiler,
     read_by,
@@ -44,10 +52,14 @@ class Compiled(Capability):
     checkpoints, counters and the optimizer's state do not change. If a step cannot be compiled, training continues
     eagerly, and one warning gives the reason.
 
-    Gradients exist only inside the graph: `parameter.grad` is None after a compiled step.
+    If gradients are needed outside of the graph (accumulation, several processes or optimizers, float16, hooks for
+    gradients), one graph computes them, and a second one makes the update. Otherwise gradients exist only inside the
+    graph: `parameter.grad` is None after a compiled step.
 
     Args:
         mode: `step` or `model`. An add-on also accepts the trainer's modes, `train` and `test`, and forwards them.
+        backend: `inductor` compiles the graph; `eager` calls its operations one by one, which shows whether a
+            difference comes from the trace or from the compiler, and needs no C++ compiler.
         steps_per_call: Steps that one call of a graph makes, in mode `step`. Counters, history, reports and checkpoints
             are the same, batch by batch; validation, checkpoints and stops wait for the end of a call. A call ends
             at the end of an epoch, a length or a period. If a hook needs every step, each call makes one step.
@@ -62,11 +74,19 @@ class Compiled(Capability):
     kind = "compilation"
 
     _compiles: str
+    _backend: Backend
     _steps_per_call: int
     # Batches of the call that starts with the running batch, and outputs of a call for the batches that follow.
     _waiting: list[Any]
     _coming: deque[Outputs]
     _step: WholeStep | None
+    # If gradients leave the graph: their buffers, and the graphs of the optimizers' updates.
+    _buffers: GradientBuffers | None
+    _updates: dict[int, UpdateStep]
+    # True if the graph makes the update, in full precision.
+    _is_plain: bool
+    # The properties of the run for which the step was built.
+    _built_for: Any
     _restored: Mapping[str, Any] | None
     # The epoch of the last check of all parts; None at the start of a run.
     _epoch: int | None
@@ -82,6 +102,7 @@ class Compiled(Capability):
         self,
         *args: Any,
         mode: Literal["model", "step", "train", "test"] = "step",
+        backend: Backend = "inductor",
         steps_per_call: int = 1,
         **kwargs: Any,
     ) -> None:
@@ -93,11 +114,15 @@ class Compiled(Capability):
             raise ConfigError(f"steps_per_call: expected a whole number that is at least 1, got {steps_per_call!r}")
         if steps_per_call > 1 and mode == "model":
             raise ConfigError("steps_per_call: mode='model' has no graph of a step, use mode='step'")
+        if backend not in ("inductor", "eager"):
+            raise ConfigError(f"backend: expected 'inductor' or 'eager', got {backend!r}")
         self._compiles = mode
+        self._backend = backend
         self._steps_per_call = steps_per_call
         self._waiting, self._coming = [], deque()
-        self._step = self._restored = self._epoch = self._causes = None
-        self._is_eager = self._is_one_by_one = False
+        self._step = self._restored = self._epoch = self._causes = self._buffers = self._built_for = None
+        self._updates = {}
+        self._is_eager = self._is_one_by_one = self._is_plain = False
         self._warned = set()
         super().__init__(*args, **kwargs)
 
@@ -109,8 +134,9 @@ class Compiled(Capability):
     def setup(self) -> None:
         """Compile the module, in `model` mode."""
         super().setup()
-        self._epoch, self._is_eager, self._is_one_by_one = None, self._compiles == "model", False
         context, model = self.context, self.context.model
+        self._epoch, self._is_one_by_one = None, False
+        self._is_eager = self._compiles == "model" or context.run.is_trial
         if context.stage != "train" or model is None:
             return
         if self._compiles == "step":
@@ -132,7 +158,7 @@ class Compiled(Capability):
         """Return the batches; in training, read as many at a time as one call needs."""
         batches = super().batches(stage)
         # A reason against a graph is reported by `train_step`, not here.
-        if stage != "train" or self._steps_per_call == 1:
+        if stage != "train" or self._steps_per_call == 1 or self._is_eager:
             return batches
         why_not, cause = self._ruled_out()
         if why_not is not None:
@@ -159,7 +185,10 @@ class Compiled(Capability):
             assert self._step is not None
             if self._waiting:
                 self._call_ahead(self._step, batch)
-            output = self._coming.popleft() if self._coming else self._step(batch)
+            if self._coming:
+                output = self._coming.popleft()
+            else:
+                output = self._step(batch) if self._is_plain else self._run(self._step, batch)
         except CannotCompileError as cause:
             self._warn_once(_EAGER.format(cause))
             self._is_eager, output = True, None
@@ -167,9 +196,23 @@ class Compiled(Capability):
             context.run.batch.optimized = False
         if output is None:
             return super().train_step(batch)
-        context.run.note_update(context.optimizers[0])
+        if self._buffers is None:
+            context.run.note_update(context.optimizers[0])
         context.state.update(current_batch=context.progress.batch, last_loss=output["loss"])
         return output
+
+    def optimizer_step(self, optimizer: Optimizer) -> bool:
+        """Make the update with a graph, if this step has gradients outside of its graph."""
+        update = self._updates.get(id(optimizer))
+        if update is None or self._is_eager or update.optimizer is not optimizer:
+            return super().optimizer_step(optimizer)
+        try:
+            if update():
+                return True
+        except CannotCompileError as cause:
+            del self._updates[id(optimizer)]
+            self._warn_once(f"updates continue without a graph: {cause}")
+        return super().optimizer_step(optimizer)
 
     def teardown(self, error: BaseException | None) -> None:
         """Count the updates of the last call that the loop could not count because of an error."""
@@ -198,7 +241,15 @@ class Compiled(Capability):
     def __getstate__(self) -> dict[str, Any]:
         # A copy compiles its graphs again.
         state: Any = super().__getstate__()
-        return {**state, "_step": None, "_epoch": None, "_waiting": [], "_coming": deque()}
+        fresh: dict[str, Any] = {
+            "_step": None,
+            "_buffers": None,
+            "_updates": {},
+            "_epoch": None,
+            "_waiting": [],
+            "_coming": deque(),
+        }
+        return {**state, **fresh}
 
     # ------------------------------------------------------------------ private
 
@@ -210,28 +261,88 @@ class Compiled(Capability):
         if cause is not None:
             raise CannotCompileError(cause)
         assert context.model is not None
-        (optimizer,) = context.optimizers
         modules = [context.model, *([self.criterion] if isinstance(self.criterion, nn.Module) else [])]
-        clips_alike = self._step is not None and self._step.max_norm == self.options.gradient_clip
-        if self._step is not None and clips_alike and self._step.adopt(modules, optimizer):
-            if self._epoch is None and not self._step.refresh_constants() and context.run.is_one_of_many:
+        is_split = self._split_reason() is not None
+        optimizer: Optimizer = GradientBuffers(_trained(context.optimizers)) if is_split else context.optimizers[0]
+        max_norm = 0.0 if is_split else self.options.gradient_clip
+        dtype = None if context.precision is None else context.precision.dtype
+        built_for = max_norm, dtype, is_split
+        step = self._step if built_for == self._built_for else None
+        if step is not None and step.adopt(modules, optimizer):
+            if self._epoch is None and not step.refresh_constants() and context.run.is_one_of_many:
                 # A new graph for each of many runs would take longer than it saves.
                 raise CannotCompileError(
                     "it uses a tensor that model, batch and strategies do not have in the same form"
                 )
-            self._step.recheck(self._read_by_step())
-            return self._step
+        else:
+            step = self._new_step(modules, optimizer, max_norm)
+        self._built_for, self._buffers = built_for, optimizer if isinstance(optimizer, GradientBuffers) else None
+        self._is_plain = not is_split and context.precision is None
+        self._updates = self._update_steps() if is_split else {}
+        step.recheck(self._read_by_step())
+        return step
+
+    def _new_step(self, modules: list[nn.Module], optimizer: Optimizer, max_norm: float) -> WholeStep:
+        context = self.context
         assert context.run.trainer is not None
         owners = (*layers(context.run.trainer), *with_parts(self.strategies))
         spaces = [(type(it).__name__, vars(it)) for it in owners]
         spaces.append(("context.state", context.state))
-        step = WholeStep(self._compute_output, modules, optimizer, self.options.gradient_clip, spaces)
-        step.recheck(self._read_by_step())
+        precision = None if context.precision is None else context.precision.dtype
+        tolerance = _TOLERANCES.get(precision, 1e-3)
+        step = WholeStep(
+            self._compute_output, modules, optimizer, max_norm, spaces, self._backend, tolerance, self._describe_step
+        )
         step.start_run(is_among_many=context.run.is_one_of_many)
         if self._restored:
             step.load_state_dict(self._restored)
             self._restored = None
         return step
+
+    def _update_steps(self) -> dict[int, UpdateStep]:
+        """Return the graphs of the updates, by the id of their optimizer; graphs of an earlier epoch are kept."""
+        context, trainer = self.context, self._run_layer
+        is_scaled = context.precision is not None and context.precision.scaler is not None
+        if is_scaled or _own_verb(trainer, "optimizer_step"):
+            # A scaler, or the code of a layer, decides whether an optimizer steps.
+            return {}
+        known, found = self._updates, {}
+        for optimizer in context.optimizers:
+            update = known.get(id(optimizer))
+            if update is None or update.optimizer is not optimizer:
+                update = UpdateStep(optimizer, self._backend)
+            found[id(optimizer)] = update
+        return found
+
+    def _run(self, step: WholeStep, batch: Any) -> Outputs | None:
+        """Run the graph of a batch; if gradients leave it, make the update by the trainer's verbs."""
+        context, buffers = self.context, self._buffers
+        with _full_precision(context.precision):
+            if buffers is None:
+                return step(batch)
+            run, window = context.run, context.run.window
+            scaler = None if context.precision is None else context.precision.scaler
+            buffers.set_numbers(
+                items=run.num_items,
+                expected=window.expected,
+                size=window.size,
+                opens=window.opens,
+                scale=None if scaler is None else float(scaler.scale(torch.ones((), device=context.device))),
+            )
+            if not window.opens:
+                buffers.collect(_trained(context.optimizers))
+            output = step(batch)
+            if output is None:
+                return None
+            buffers.expose(step.last_updated)
+            if "num_items" in output:
+                run.num_items = output["num_items"]
+            if window.size > 1:
+                # Counts the items of the batch; the graph has weighted its loss.
+                window.weight(run.num_items, first_of_batch=True)
+            run.batch.optimized = True
+            context.step(zero_grad=False)
+            return output
 
     def _read_by_step(self) -> Any:
         """Return the inputs of the step that are not tensors; None if they are unknown or need no comparison."""
@@ -246,6 +357,28 @@ class Compiled(Capability):
             return None
         try:
             return read_by((context.model, self.criterion, self.strategies.training_step, context.config), _KNOWN)
+        except UnknownError:
+            return None
+
+    def _describe_step(self) -> Any:
+        """Return the inputs of the step that are not tensors, for trainers that share compiled code; None if unknown.
+
+        A module of the user counts as known by its class and attributes: the first loss of every graph is compared
+        with an eager one in each trainer.
+        """
+        context, options = self.context, self.options
+        assert context.run.trainer is not None
+        stack = list(layers(context.run.trainer))
+        if any(map(_has_own_step, stack)) or _own_verb(context.run.trainer, "train_step"):
+            return None
+        if options.sample_weight or options.class_weight is not None or options.target is not None:
+            return None
+        precision = None if context.precision is None else context.precision.dtype
+        # Values that determine the length of a run and its rates, which are inputs of the graph.
+        config = {name: value for name, value in context.config.items() if name not in ("epochs", "batch_size", "lr")}
+        try:
+            parts = (context.model, self.criterion, self.strategies.training_step, config)
+            return list(map(type, stack)), precision, read_by(parts, _KNOWN, trusts_code=True)
         except UnknownError:
             return None
 
@@ -289,7 +422,8 @@ class Compiled(Capability):
         # Moved by the outermost layer, as in the loop. The batches that the loop receives are then on the device, too.
         waiting[:] = [batch, *map(self.context.run.trainer.to_device, waiting[1:])]
         try:
-            self._coming.extend(step.several(waiting) or ())
+            with _full_precision(self.context.precision):
+                self._coming.extend(step.several(waiting) or ())
         except CannotCompileError as cause:
             self._is_one_by_one = True
             self._warn_once(_ONE_BY_ONE.format(cause))
@@ -305,6 +439,8 @@ class Compiled(Capability):
         """Return why every step must be a separate call, or None."""
         context = self.context
         callbacks = context.callbacks
+        if (reason := self._split_reason()) is not None:
+            return reason
         for hook in (*callbacks.on_step_start, *callbacks.on_update, *callbacks.on_step_end):
             return f"{_owner(hook)} has a hook for every step"
         for bound in context.schedulers:
@@ -318,7 +454,8 @@ class Compiled(Capability):
         shared = {name: context.state[name] for name in _SHARED if name in context.state}
         trainer, context.run.trainer = context.run.trainer, cast(Trainer, _NoVerbs())
         try:
-            return super().train_step(batch)
+            with nullcontext() if context.precision is None else context.precision.autocast():
+                return super().train_step(batch)
         finally:
             context.run.trainer = trainer
             for name in _SHARED:
@@ -328,24 +465,29 @@ class Compiled(Capability):
     def _graph_obstacle(self) -> str | None:
         """Return why the run cannot use a graph, or None."""
         context = self.context
+        if context.run.needs_closure:
+            return f"the optimizer {type(context.optimizers[0]).__name__} evaluates the loss itself"
+        if len(context.run.phases) > 1 or context.run.phase_at(context.progress.epoch).is_detached:
+            return "the run has phases, which train different parameters"
+        trainer = self._run_layer
+        return _outer_step(trainer) or _own_verb(trainer, "backward")
+
+    def _split_reason(self) -> str | None:
+        """Return why gradients must leave the graph before the update, or None."""
+        context = self.context
         if context.run.window.size > 1:
             return f"{context.run.window.size} batches share one update"
         if len(context.optimizers) != 1:
             return f"there are {len(context.optimizers)} optimizers"
-        if context.run.needs_closure:
-            return f"the optimizer {type(context.optimizers[0]).__name__} evaluates the loss itself"
-        if context.precision is not None and context.precision.dtype is not torch.float32:
-            return "it trains in mixed precision"
+        if context.precision is not None and context.precision.scaler is not None:
+            return "a scaled loss may skip an update"
         if context.process.has_peers:
             return "several processes share an update"
-        if len(context.run.phases) > 1 or context.run.phase_at(context.progress.epoch).is_detached:
-            return "the run has phases, which train different parameters"
         for strategy in self.strategies.overriding("on_gradients"):
             return f"{type(strategy).__name__} has a hook for gradients"
         for hook in context.callbacks.on_gradients:
             return f"{_owner(hook)} has a hook for gradients"
-        trainer = self._run_layer
-        return _outer_step(trainer) or _own_verb(trainer, "backward", "clip_gradients", "optimizer_step")
+        return _own_verb(self._run_layer, "clip_gradients", "optimizer_step")
 
     def _warn_once(self, message: str) -> None:
         """Warn, once per message."""
@@ -354,7 +496,12 @@ class Compiled(Capability):
             warnings.warn(message, UserWarning, stacklevel=2)
 
 
+# Layers whose verbs add nothing to an update without other processes. With others, gradients leave the graph, and
+# `clip_gradients` of the data-parallel layer sends those that its `backward` did not send.
+_TRANSPARENT = (Compiled, DataParallel, Timed)
 _EAGER = "training continues without a graph: {}"
+# Relative differences of a loss that are due to rounding: a compiler rounds less often than single operations do.
+_TOLERANCES: dict[torch.dtype | None, float] = {torch.bfloat16: 3e-2, torch.float16: 5e-3}
 _ONE_BY_ONE = "steps_per_call: each call makes only one step: {}"
 # Entries of `context.state` about the running batch.
 _SHARED = ("current_batch", "last_loss")
@@ -389,7 +536,7 @@ class _NoVerbs:
 
 def _outer_step(trainer: Trainer) -> str | None:
     """Return a message if another class changes the step outside of the graph, else None."""
-    first = trainer._customized_by("train_step")[0]
+    first = next(cls for cls in trainer._customized_by("train_step") if cls is not Timed)
     return None if first is Compiled else f"{first.__name__} changes what train_step returns; put it inside"
 
 
@@ -397,9 +544,20 @@ def _own_verb(trainer: Trainer, *verbs: str) -> str | None:
     """Return a message if a class overrides one of some verbs that the graph replaces, else None."""
     for verb in verbs:
         for cls in trainer._customized_by(verb):
-            if cls is not Compiled:
+            if cls not in _TRANSPARENT:
                 return f"{cls.__name__} has its own {verb}"
     return None
+
+
+def _trained(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
+    """Return the parameters of some optimizers, each once."""
+    found = [it for optimizer in optimizers for group in optimizer.param_groups for it in group["params"]]
+    return list(dict.fromkeys(found))
+
+
+def _full_precision(precision: Precision | None) -> AbstractContextManager[Any]:
+    """Return a context manager that ends the autocast of the loop: a graph contains its own."""
+    return nullcontext() if precision is None else torch.autocast(precision.device_type, enabled=False)
 
 
 def _has_own_step(layer: Trainer) -> bool:

@@ -5,10 +5,22 @@ Dynamo in between. It reads and writes the same parameters, buffers and optimize
 can alternate at any step.
 """
 
+from dovetail.trainers.whole_step.gradients import GradientBuffers
 from dovetail.trainers.whole_step.graph import Outputs
 from dovetail.trainers.whole_step.known import UnknownError, read_by
 from dovetail.trainers.whole_step.limits import CannotCompileError
 from dovetail.trainers.whole_step.step import WholeStep
-from dovetail.trainers.whole_step.tracing import check_compiler
+from dovetail.trainers.whole_step.tracing import Backend, check_compiler
+from dovetail.trainers.whole_step.updates import UpdateStep
 
-__all__ = ["CannotCompileError", "Outputs", "UnknownError", "WholeStep", "check_compiler", "read_by"]
+__all__ = [
+    "Backend",
+    "CannotCompileError",
+    "GradientBuffers",
+    "Outputs",
+    "UnknownError",
+    "UpdateStep",
+    "WholeStep",
+    "check_compiler",
+    "read_by",
+]

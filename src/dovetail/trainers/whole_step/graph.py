@@ -8,9 +8,11 @@ from functools import partial
 from operator import getitem
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dovetail.trainers.whole_step.gradients import GradientBuffers
 from dovetail.trainers.whole_step.limits import Space
 from dovetail.trainers.whole_step.rules import state_of
 
@@ -63,6 +65,8 @@ class Graph:
     places: list[Callable[[], Any] | None] = field(default_factory=list)
     _spaces: list[MutableMapping[str, Any]] = field(default_factory=list)
     _slots: list[str] = field(default_factory=list)
+    _updated: list[nn.Parameter] = field(default_factory=list)
+    _changed: list[nn.Parameter] = field(default_factory=list)
 
     def run(self, leaves: list[Tensor]) -> Sequence[Tensor]:
         """Make the updates, and return the outputs of all steps in one sequence."""
@@ -75,6 +79,8 @@ class Graph:
             *self.constants,
             *([draw() for draw in self.draws] if self.draws else ()),
         )
+        # Compiled code does not count its writes, by which autograd detects a backward pass with newer weights.
+        _INCREMENT(self._changed)
         return outputs
 
     def outputs(self, leaves: list[Tensor]) -> list[Outputs]:
@@ -89,12 +95,19 @@ class Graph:
         """Return the tensors that a run may change."""
         return [*self.parameters, *map(getitem, self._spaces, self._slots)]
 
+    @property
+    def updated(self) -> list[nn.Parameter]:
+        """The parameters whose optimizer state the graph uses, each once."""
+        return self._updated
+
     def bind(self, optimizer: Optimizer) -> None:
         """Look up the optimizer's state, and create what torch would create in a first step."""
         for parameter, slot in self.states:
             optimizer.state[parameter][slot] = state_of(optimizer, parameter, slot)
         cells = [*self.buffers, *((optimizer.state[parameter], slot) for parameter, slot in self.states)]
         self._spaces, self._slots = [space for space, _ in cells], [slot for _, slot in cells]
+        self._updated = list(dict.fromkeys(parameter for parameter, _ in self.states))
+        self._changed = [] if isinstance(optimizer, GradientBuffers) else self._updated or self.parameters
         self.bound, self.num_bound = optimizer.state, len(optimizer.state)
         # Torch's schedulers read this flag to warn if they step before the optimizer.
         vars(optimizer)["_opt_called"] = True
@@ -132,6 +145,9 @@ class Shorter:
     graph: Graph | None
     is_cut: tuple[bool, ...] = ()
     is_proven: bool = False
+
+
+_INCREMENT: Callable[[Iterable[Tensor]], None] = torch._C._increment_version
 
 
 def buffer_place(root: nn.Module, name: str) -> tuple[MutableMapping[str, Any], str]:

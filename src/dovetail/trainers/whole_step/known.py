@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 # Torch's own layers and losses: their attributes determine what they compute.
@@ -16,12 +18,14 @@ class UnknownError(Exception):
     """An object has code of unknown behavior, so it may read anything."""
 
 
-def read_by(piece: Any, known: frozenset[type[Any]]) -> Any:
+def read_by(piece: Any, known: frozenset[type[Any]], *, trusts_code: bool = False) -> Any:
     """Return the inputs of a computation besides tensors, for a comparison with an earlier result.
 
     Args:
         piece: A module, a value, a container, an object of a known type, or a partial call of its method.
         known: Types of objects whose methods read only their arguments and the object's attributes.
+        trusts_code: True to also accept modules of users and functions without a closure. Their code may read other
+            values, such as globals, so the result is valid only if a loss is compared before it is used.
 
     Raises:
         UnknownError: The object may read values that are not inputs of a graph else.
@@ -35,34 +39,41 @@ def read_by(piece: Any, known: frozenset[type[Any]]) -> Any:
         False
     """
     kind = type(piece)
-    if kind in _VALUES:
+    if kind in _VALUES or (trusts_code and (kind in _MORE_VALUES or (kind is FunctionType and not piece.__closure__))):
         # With its type: 1 and True are equal in Python.
         return kind, piece
     if isinstance(piece, Tensor):
         # The content of a tensor is an input of the graph.
         return kind, piece.shape, piece.dtype
+    read = partial(read_by, known=known, trusts_code=trusts_code)
     if kind is list or kind is tuple:
-        return kind, [read_by(each, known) for each in piece]
+        return kind, [read(each) for each in piece]
     if isinstance(piece, Mapping):
-        return [(name, read_by(each, known)) for name, each in piece.items()]
+        return [(name, read(each)) for name, each in piece.items()]
     if isinstance(piece, nn.Module):
-        return kind, _read_by_module(piece, known)
+        return kind, _read_by_module(piece, read, trusts_code=trusts_code)
     if kind in known:
-        return kind, read_by(vars(piece), known)
+        return kind, read(vars(piece))
     if kind is partial and type(owner := getattr(piece.func, "__self__", None)) in known:
-        return piece.func.__func__, read_by(owner, known)
+        return piece.func.__func__, read(owner)
     raise UnknownError(f"{kind.__name__} may read values that are not inputs of a graph")
 
 
 _VALUES = frozenset({int, float, bool, str, bytes, type(None)})
 
 
-def _read_by_module(module: nn.Module, known: frozenset[type[Any]]) -> Any:
-    """Return the attributes and submodules of a layer of torch; raise for other modules."""
+_MORE_VALUES = frozenset({BuiltinFunctionType, torch.dtype, torch.device, torch.Size, type})
+# The attributes of every module: hooks, which prevent a graph, and parameters and buffers, which are its inputs.
+_TORCHS = frozenset(vars(nn.Module())) - {"training"}
+
+
+def _read_by_module(module: nn.Module, read: Callable[[Any], Any], *, trusts_code: bool) -> Any:
+    """Return the attributes and submodules of a layer; raise for code of users, unless it is trusted."""
     attributes = vars(module)
-    if not type(module).__module__.startswith(_LAYERS) or "forward" in attributes:
+    is_known = type(module).__module__.startswith(_LAYERS) or trusts_code
+    if not is_known or "forward" in attributes:
         raise UnknownError(f"{type(module).__name__} may read values that are not inputs of a graph")
-    # The others are torch's: hooks, which prevent a graph, and the parameters, which are inputs of the graph.
-    own = {name: value for name, value in attributes.items() if name[0] != "_"}
+    skipped = _TORCHS if trusts_code else {name for name in attributes if name[0] == "_"}
+    own = {name: value for name, value in attributes.items() if name not in skipped}
     missing = [name for name, buffer in module._buffers.items() if buffer is None]
-    return read_by(own, known), missing, read_by(module._modules, known)
+    return read(own), missing, read(module._modules)

@@ -14,7 +14,7 @@ from torch.nn.modules import module as global_hooks
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from dovetail.trainers.whole_step.rules import RULES
+from dovetail.trainers.whole_step.rules import rule_of
 
 Space = tuple[str, MutableMapping[str, Any]]
 
@@ -27,8 +27,16 @@ class TraceError(CannotCompileError):
     """An error inside a trace."""
 
 
-def check_modules(modules: Sequence[nn.Module], parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise for modules that compilation does not speed up, and for hooks that a graph would not call."""
+def check_modules(
+    modules: Sequence[nn.Module], parameters: Mapping[str, nn.Parameter], *, calls_hooks: bool = False
+) -> None:
+    """Raise for modules that compilation does not speed up, and for hooks that a graph would not call.
+
+    Args:
+        modules: All modules.
+        parameters: Their parameters by name.
+        calls_hooks: True if hooks that wait for a complete gradient are called after the graph.
+    """
     for module in modules:
         if isinstance(module, nn.RNNBase):
             # Inductor cannot optimize its single operation, and the unrolled layer takes a minute to compile.
@@ -44,7 +52,7 @@ def check_modules(modules: Sequence[nn.Module], parameters: Mapping[str, nn.Para
             raise CannotCompileError(f"the parameter {name[2:]} is a {type(parameter).__name__}")
         if parameter.is_complex() or parameter.layout is not torch.strided:
             raise CannotCompileError(f"the parameter {name[2:]} is complex or sparse")
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        if parameter._backward_hooks or (parameter._post_accumulate_grad_hooks and not calls_hooks):
             raise CannotCompileError(f"the parameter {name[2:]} has a hook on its gradient")
 
 
@@ -55,16 +63,16 @@ def check_optimizer(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]
     """Raise for optimizers without a rule, and for settings that the rules do not support."""
     known = set(ids(parameters.values()))
     name = type(optimizer).__name__
-    # The exact class: a subclass may change the update.
-    if type(optimizer) not in RULES:
-        raise CannotCompileError(f"the optimizer is {name}, not one of {', '.join(it.__name__ for it in RULES)}")
+    rule = rule_of(optimizer)
+    if rule is None:
+        raise CannotCompileError(f"the optimizer is {name}, whose update is not one of torch's dense ones")
     for group in optimizer.param_groups:
         # Torch does not damp the first gradient, so a momentum that starts with zeros would differ.
         if group.get("dampening"):
             raise CannotCompileError(f"the optimizer {name} has dampening")
         if group.get("differentiable"):
             raise CannotCompileError(f"the optimizer {name} is differentiable")
-        settings = [group[setting] for setting in RULES[type(optimizer)].settings]
+        settings = [group[setting] for setting in rule.settings]
         if any(isinstance(setting, Tensor) for setting in pytree.tree_leaves(settings)):
             raise CannotCompileError(f"the optimizer {name} has a tensor among its settings")
         if any(id(parameter) not in known for parameter in group["params"]):

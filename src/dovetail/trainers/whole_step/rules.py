@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from dovetail.trainers.whole_step.any_optimizer import TracedRule, has_own_rule, initial_state
+from dovetail.trainers.whole_step.gradients import AccumulationRule, GradientBuffers
+
 Group = Mapping[str, Any]
 
 
@@ -19,22 +22,58 @@ class Rule(Protocol):
     def settings(self) -> tuple[str, ...]:
         """The settings that determine terms and numbers, besides `lr`."""
 
-    def terms(self, group: Group) -> tuple[bool, ...]:
+    def terms(self, group: Group) -> tuple[Any, ...]:
         """Return which terms the update has."""
 
     def numbers(self, group: Group) -> tuple[float, ...]:
         """Return the numbers that a schedule may change."""
 
-    def slots(self, terms: tuple[bool, ...]) -> tuple[str, ...]:
+    def slots(self, optimizer: Optimizer, parameter: nn.Parameter, terms: tuple[Any, ...]) -> tuple[str, ...]:
         """Return the names of a parameter's state."""
 
+    def weighted(self, loss: Tensor, outputs: Mapping[str, Any], numbers: Sequence[Tensor], terms: Any) -> Tensor:
+        """Return the loss for the backward pass."""
+
     def update(
+        self,
+        optimizer: Optimizer,
+        group: Group,
+        parameters: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        states: Sequence[Mapping[str, Tensor]],
+        numbers: Sequence[Tensor],
+        terms: Any,
+    ) -> None:
+        """Change the parameters of a group and their states in place."""
+
+
+class WrittenRule(Rule):
+    """Rule that changes one parameter after the other."""
+
+    def weighted(self, loss: Tensor, outputs: Mapping[str, Any], numbers: Sequence[Tensor], terms: Any) -> Tensor:
+        return loss
+
+    def update(
+        self,
+        optimizer: Optimizer,
+        group: Group,
+        parameters: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        states: Sequence[Mapping[str, Tensor]],
+        numbers: Sequence[Tensor],
+        terms: Any,
+    ) -> None:
+        for parameter, gradient, state in zip(parameters, gradients, states, strict=True):
+            self.update_one(parameter, gradient, state, numbers, terms)
+
+    def update_one(
         self, parameter: Tensor, gradient: Tensor, state: Mapping[str, Tensor], numbers: Sequence[Tensor], terms: Any
     ) -> None:
         """Change a parameter and its state in place."""
+        raise NotImplementedError
 
 
-class SGDRule(Rule):
+class SGDRule(WrittenRule):
     """Stochastic gradient descent with torch's momentum, whose first value is the gradient."""
 
     settings = ("momentum", "nesterov", "weight_decay", "maximize")
@@ -45,10 +84,10 @@ class SGDRule(Rule):
     def numbers(self, group: Group) -> tuple[float, ...]:
         return float(group["lr"]), float(group["momentum"]), float(group["weight_decay"])
 
-    def slots(self, terms: tuple[bool, ...]) -> tuple[str, ...]:
+    def slots(self, optimizer: Optimizer, parameter: nn.Parameter, terms: tuple[Any, ...]) -> tuple[str, ...]:
         return ("momentum_buffer",) if terms[0] else ()
 
-    def update(
+    def update_one(
         self, parameter: Tensor, gradient: Tensor, state: Mapping[str, Tensor], numbers: Sequence[Tensor], terms: Any
     ) -> None:
         has_momentum, is_nesterov, decays, maximizes = terms
@@ -64,7 +103,7 @@ class SGDRule(Rule):
         parameter.sub_(gradient * rate)
 
 
-class AdamRule(Rule):
+class AdamRule(WrittenRule):
     """Adam, and AdamW, whose weight decay is decoupled from the gradient."""
 
     settings = ("betas", "eps", "weight_decay", "decoupled_weight_decay", "amsgrad", "maximize")
@@ -76,10 +115,10 @@ class AdamRule(Rule):
         first, second = group["betas"]
         return float(group["lr"]), float(first), float(second), float(group["eps"]), float(group["weight_decay"])
 
-    def slots(self, terms: tuple[bool, ...]) -> tuple[str, ...]:
+    def slots(self, optimizer: Optimizer, parameter: nn.Parameter, terms: tuple[Any, ...]) -> tuple[str, ...]:
         return ("step", "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if terms[2] else ()))
 
-    def update(
+    def update_one(
         self, parameter: Tensor, gradient: Tensor, state: Mapping[str, Tensor], numbers: Sequence[Tensor], terms: Any
     ) -> None:
         decays, is_decoupled, is_amsgrad, maximizes = terms
@@ -105,7 +144,27 @@ def _largest(largest: Tensor, square: Tensor) -> Tensor:
 
 
 # AdamW is an Adam whose groups set `decoupled_weight_decay`.
-RULES: dict[type[Optimizer], Rule] = {SGD: SGDRule(), Adam: AdamRule(), AdamW: AdamRule()}
+RULES: dict[type[Optimizer], Rule] = {
+    SGD: SGDRule(),
+    Adam: AdamRule(),
+    AdamW: AdamRule(),
+    GradientBuffers: AccumulationRule(),
+}
+
+
+def rule_of(optimizer: Optimizer) -> Rule | None:
+    """Return the rule of an optimizer, or None if no graph can contain its update."""
+    # The exact class: a subclass may change the update.
+    if type(optimizer) in RULES:
+        return RULES[type(optimizer)]
+    return TracedRule(optimizer) if has_own_rule(type(optimizer)) else None
+
+
+def checked_rule(optimizer: Optimizer) -> Rule:
+    """Return the rule of an optimizer that `check_optimizer` has accepted."""
+    rule = rule_of(optimizer)
+    assert rule is not None, "check_optimizer accepts an optimizer without a rule"
+    return rule
 
 
 def state_of(optimizer: Optimizer, parameter: nn.Parameter, slot: str) -> Tensor:
@@ -113,6 +172,8 @@ def state_of(optimizer: Optimizer, parameter: nn.Parameter, slot: str) -> Tensor
     if parameter in optimizer.state and slot in optimizer.state[parameter]:
         known: Tensor = optimizer.state[parameter][slot]
         return known
+    if type(optimizer) not in RULES:
+        return initial_state(optimizer, parameter)[slot]
     if slot != "step":
         return torch.zeros_like(parameter, memory_format=torch.preserve_format)
     # `step` has the device and the dtype that torch's own first step would choose.

@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
 
+from dovetail.trainers.whole_step.gradients import GradientBuffers
 from dovetail.trainers.whole_step.graph import Graph, Outputs, Shorter, State, buffer_place, constant_place
 from dovetail.trainers.whole_step.limits import (
     CannotCompileError,
@@ -28,8 +29,11 @@ from dovetail.trainers.whole_step.limits import (
     ids,
     reject_changes,
 )
-from dovetail.trainers.whole_step.rules import RULES, clipped, state_of
+from dovetail.trainers.whole_step.reuse import reuse_code
+from dovetail.trainers.whole_step.rules import checked_rule, clipped, state_of
+from dovetail.trainers.whole_step.sharing import Code
 from dovetail.trainers.whole_step.tracing import (
+    Backend,
     channels_last,
     compiled,
     cut,
@@ -39,7 +43,9 @@ from dovetail.trainers.whole_step.tracing import (
     lift_constants,
     lift_draws,
     loss_of,
+    naming_update,
     sizes_of,
+    uncompiled,
     with_tensors,
 )
 
@@ -69,10 +75,15 @@ class WholeStep:
     Args:
         compute: Returns `{"loss": …, …}` for a batch, from the tensors of the modules.
         modules: All modules whose tensors `compute` uses; the optimizer's parameters are among them.
-        optimizer: `SGD`, `Adam` or `AdamW`.
+        optimizer: An optimizer of torch, except those that read values of tensors (`LBFGS`, `Adafactor`).
         max_norm: Largest norm of all gradients together; 0 means no clipping.
         spaces: Names and attributes (`vars(it)`) of objects besides the modules that `compute` must not change: a graph
             would not repeat the change.
+        backend: `inductor` compiles; `eager` calls the operations of the traced graph one by one, to find out whether
+            a difference comes from the trace or from the compiler.
+        tolerance: The relative difference between the losses of a graph and of `compute` that is due to rounding.
+        describe: Returns all inputs of `compute` besides tensors, or None if they are unknown. Steps with equal inputs
+            share compiled code.
 
     Raises:
         CannotCompileError: A graph does not support the modules or the optimizer.
@@ -92,8 +103,14 @@ class WholeStep:
         optimizer: Optimizer,
         max_norm: float = 0.0,
         spaces: Sequence[Space] = (),
+        backend: Backend = "inductor",
+        tolerance: float = 1e-3,
+        describe: Callable[[], Any] | None = None,
     ) -> None:
         self.optimizer = optimizer
+        self._describe = describe
+        self._tolerance = tolerance
+        self._backend = backend
         self._compute = compute
         self.max_norm = max_norm
         # One root for all modules, so that every tensor has one name.
@@ -101,9 +118,8 @@ class WholeStep:
         self._modules = list(self._root.modules())[1:]
         self._parameters = dict(self._root.named_parameters())
         self._spaces = [*((type(module).__name__, vars(module)) for module in self._modules), *spaces]
-        check_modules(self._modules, self._parameters)
-        check_optimizer(optimizer, self._parameters)
-        self._rule = rule = RULES[type(optimizer)]
+        self._check(optimizer)
+        self._rule = rule = checked_rule(optimizer)
         self._settings_of = itemgetter(*rule.settings)
         # The optimizer's settings in the last call, without its rates, and the terms that its updates have.
         self._settings: list[Any] = []
@@ -111,6 +127,7 @@ class WholeStep:
         self._grouped = [ids(group["params"]) for group in optimizer.param_groups]
         self._graphs: dict[str, Graph] = {}
         self._last: tuple[Any, Graph] | None = None
+        self._last_run: Graph | None = None
         # State of the run: how often each form has come, the forms that have graphs, and the previous form.
         self._seen: dict[str, int] = {}
         self._compiled: set[str] = set()
@@ -124,6 +141,11 @@ class WholeStep:
     def num_graphs(self) -> int:
         """The number of forms of batches that have a graph."""
         return len(self._graphs)
+
+    @property
+    def last_updated(self) -> list[nn.Parameter]:
+        """The parameters whose state the last graph has changed."""
+        return [] if self._last_run is None else self._last_run.updated
 
     def start_run(self, *, is_among_many: bool = False) -> None:
         """Start another run: its own batches decide what is compiled, not the runs before.
@@ -152,8 +174,7 @@ class WholeStep:
             or [ids(group["params"]) for group in optimizer.param_groups] != self._grouped
         ):
             return False
-        check_modules(self._modules, self._parameters)
-        check_optimizer(optimizer, self._parameters)
+        self._check(optimizer)
         self.optimizer = optimizer
         return True
 
@@ -256,6 +277,11 @@ class WholeStep:
 
     # ------------------------------------------------------------------ private
 
+    def _check(self, optimizer: Optimizer) -> None:
+        # `GradientBuffers` calls the hooks that wait for a gradient.
+        check_modules(self._modules, self._parameters, calls_hooks=isinstance(optimizer, GradientBuffers))
+        check_optimizer(optimizer, self._parameters)
+
     def _is_worth_a_graph(self, name: str) -> bool:
         previous, self._previous = self._previous, name
         is_first = not self._seen
@@ -321,6 +347,7 @@ class WholeStep:
 
     def _refresh(self, graph: Graph) -> None:
         """Update a graph to the current state and numbers of the optimizer."""
+        self._last_run = graph
         optimizer, groups = self.optimizer, self.optimizer.param_groups
         if graph.bound is not optimizer.state or graph.num_bound != len(optimizer.state):
             graph.bind(optimizer)
@@ -345,7 +372,7 @@ class WholeStep:
             (parameter, slot)
             for group, term in zip(optimizer.param_groups, terms, strict=True)
             for parameter in group["params"]
-            for slot in rule.slots(term)
+            for slot in rule.slots(optimizer, parameter, term)
         ]
         hyper = torch.zeros(sum(len(rule.numbers(group)) for group in optimizer.param_groups), dtype=torch.float64)
         given: list[Tensor] = [
@@ -358,8 +385,63 @@ class WholeStep:
         is_open = [False] * len(given) + (list(is_cut) or [False] * len(leaves))
         # If two inputs were one tensor here, they would be compiled as one input, but may differ in the next batch.
         given += [empty_like(it) for it in leaves]
+        key = self._sharing_key(batches, list(buffers), states, given, is_open)
+        code = reuse_code(key, self._backend, lambda: self._make_code(batches, list(buffers), states, given, is_open))
+        used = iter(code.is_used)
+        return Graph(
+            code.call,
+            list(compress(self._parameters.values(), used)),
+            [buffer_place(self._root, name) for name in compress(buffers, used)],
+            list(compress(states, used)),
+            list(compress([hyper], used)),
+            list(compress(range(len(leaves)), used)),
+            kept := list(compress(code.constants, used)),
+            list(code.draws),
+            list(code.names),
+            dict(code.fixed),
+            code.sizes,
+            places=[constant_place(self._spaces, it) for it in kept],
+        )
+
+    def _sharing_key(
+        self,
+        batches: Sequence[Any],
+        buffer_names: list[str],
+        states: list[State],
+        given: list[Tensor],
+        is_open: list[bool],
+    ) -> Any:
+        """Return all inputs of a trace, to find the code of another step with equal ones; None if they are unknown."""
+        described = None if self._describe is None else self._describe()
+        if described is None:
+            return None
+        numbers = {id(it): number for number, it in enumerate(self._parameters.values())}
+        return (
+            described,
+            self.max_norm,
+            type(self.optimizer),
+            [[numbers[id(it)] for it in group["params"]] for group in self.optimizer.param_groups],
+            [(numbers[id(parameter)], slot) for parameter, slot in states],
+            self._state(),
+            # With the names of shared weights.
+            [(name, numbers[id(it)]) for name, it in self._root.named_parameters(remove_duplicate=False)],
+            buffer_names,
+            [(*_FORM(it), it.stride()) for it in given],
+            is_open,
+            [describe_batch(batch)[1][0] for batch in batches],
+        )
+
+    def _make_code(
+        self,
+        batches: Sequence[Any],
+        buffer_names: list[str],
+        states: list[State],
+        given: list[Tensor],
+        is_open: list[bool],
+    ) -> Code:
+        """Trace and compile consecutive steps; the arguments are those of `_trace`."""
         with reject_changes(self._spaces):
-            traced, names, fixed = self._traced(batches, list(buffers), states, given, is_open)
+            traced, names, fixed = self._traced(batches, buffer_names, states, given, is_open)
         constants = lift_constants(traced)
         draws = lift_draws(traced)
         places = [node for node in traced.graph.nodes if node.op == "placeholder"]
@@ -373,23 +455,13 @@ class WholeStep:
         in_one = all(it.device.type == "cpu" for it in given)
         inputs = list(compress([*given, *constants, *drawn], is_used))
         opened = is_open.index(True) if any(is_open) else None
-        call = compiled(traced, inputs, in_one=in_one, is_open=opened is not None)
+        if self._backend == "eager":
+            call, library = uncompiled(traced), None
+        else:
+            call, library = compiled(traced, inputs, in_one=in_one, is_open=opened is not None)
         sizes = frozenset() if opened is None else sizes_of(places[opened].meta["val"], len(given[opened]))
-        used = iter(is_used)
-        return Graph(
-            call,
-            list(compress(self._parameters.values(), used)),
-            [buffer_place(self._root, name) for name in compress(buffers, used)],
-            list(compress(states, used)),
-            list(compress([hyper], used)),
-            list(compress(range(len(leaves)), used)),
-            kept := list(compress(constants, used)),
-            draws,
-            names,
-            fixed,
-            sizes,
-            places=[constant_place(self._spaces, it) for it in kept],
-        )
+        found = tuple(names), tuple(fixed.items()), sizes, tuple(constants), library
+        return Code(call, tuple(is_used), tuple(draws), *found)
 
     def _traced(self, *step: Any) -> tuple[GraphModule, list[str], dict[str, Any]]:
         if any(isinstance(module, (nn.Conv2d, nn.ConvTranspose2d)) for module in self._modules):
@@ -463,10 +535,14 @@ class WholeStep:
         swapped = {**by_name, **buffers}
         with _reparametrize_module(self._root, swapped, tie_weights=True):
             outputs = self._compute(batch)
-        loss = loss_of(outputs)
+        by_group = [[next(coming) for _ in rule.numbers(group)] for group in groups]
+        loss = rule.weighted(loss_of(outputs), outputs, by_group[0], self._terms[0])
         trained = [it for group in groups for it in group["params"] if it.requires_grad]
         found = torch.autograd.grad(loss, [leaves[it] for it in trained], allow_unused=True)
         gradients = {it: gradient for it, gradient in zip(trained, found, strict=True) if gradient is not None}
+        slots: dict[nn.Parameter, dict[str, Tensor]] = {it: {} for it in gradients}
+        for (owner, slot), value in state.items():
+            slots.setdefault(owner, {})[slot] = value
         with torch.no_grad():
             # Some modules replace a buffer, others write into it.
             for name, buffer in buffers.items():
@@ -474,12 +550,11 @@ class WholeStep:
                     buffer.copy_(swapped[name])
             if self.max_norm:
                 gradients = clipped(gradients, self.max_norm)
-            for group, term in zip(groups, self._terms, strict=True):
-                own = [next(coming) for _ in rule.numbers(group)]
-                for it in group["params"]:
-                    if it in gradients:
-                        slots = {slot: state[it, slot] for slot in rule.slots(term)}
-                        rule.update(parameters[it], gradients[it], slots, own, term)
+            for group, own, term in zip(groups, by_group, self._terms, strict=True):
+                chosen = [it for it in group["params"] if it in gradients]
+                tensors = [parameters[it] for it in chosen], [gradients[it] for it in chosen]
+                with naming_update(self.optimizer):
+                    rule.update(self.optimizer, group, *tensors, [slots[it] for it in chosen], own, term)
         return outputs
 
     def _expected(self, batch: Any) -> Mapping[str, Any]:
@@ -519,13 +594,15 @@ class WholeStep:
         except Exception as error:
             cause = f"the graph of the step fails ({first_line(error)})"
         else:
-            if all(_agree(found, due, graph.fixed) for found, due in zip(outputs, expected, strict=True)):
+            pairs = zip(outputs, expected, strict=True)
+            if all(_agree(found, due, graph.fixed, self._tolerance) for found, due in pairs):
                 return outputs
             cause = "the step computes something that changes from call to call independently of its batch and weights"
         restore()
         raise CannotCompileError(cause)
 
 
+_FORM = attrgetter("shape", "dtype", "device")
 _PARAMS, _RATE = itemgetter("params"), itemgetter("lr")
 _TRAINING, _REQUIRES_GRAD = attrgetter("training"), attrgetter("requires_grad")
 
@@ -542,8 +619,8 @@ def _torch_generators() -> list[tuple[torch.Generator, Tensor]]:
     return [(generator, generator.get_state()) for generator in generators]
 
 
-def _agree(outputs: Outputs, expected: Mapping[str, Any], fixed: Mapping[str, Any]) -> bool:
+def _agree(outputs: Outputs, expected: Mapping[str, Any], fixed: Mapping[str, Any], tolerance: float) -> bool:
     """Return whether a graph computed the expected loss, up to rounding, and the same outputs that are not tensors."""
     loss, due = float(outputs["loss"]), float(expected["loss"].detach())
-    is_near = math.isclose(loss, due, rel_tol=1e-3, abs_tol=1e-4) or not math.isfinite(due)
+    is_near = math.isclose(loss, due, rel_tol=tolerance, abs_tol=tolerance / 10) or not math.isfinite(due)
     return is_near and all(expected.get(name) == value for name, value in fixed.items())

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import repeat
 from operator import attrgetter
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from dovetail.trainers.whole_step.limits import CannotCompileError, first_line
+from dovetail.trainers.whole_step.stored import library_call
+
+Backend = Literal["inductor", "eager"]
 
 
 def describe_batch(batch: Any) -> tuple[list[Tensor], Any]:
@@ -91,11 +98,12 @@ def fake_inputs(given: Sequence[Tensor], is_open: Sequence[bool]) -> tuple[Any, 
     """
     # Imported here because it takes most of a second.
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
     if not any(is_open):
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         return mode, [mode.from_tensor(it.detach()) for it in given]
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     fakes = []
     for it, opens in zip(given, is_open, strict=True):
@@ -136,6 +144,18 @@ def loss_of(outputs: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise CannotCompileError("the step returns no loss that is one number and depends on the parameters")
     return loss if loss.ndim == 0 else loss.reshape(())
+
+
+@contextmanager
+def naming_update(optimizer: Optimizer) -> Iterator[None]:
+    """Turn an error of a traced update that reads a tensor into one that names the optimizer."""
+    from torch._subclasses import fake_tensor
+
+    try:
+        yield
+    except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException) as error:
+        cause = f"the update of {type(optimizer).__name__} depends on the value of a tensor"
+        raise CannotCompileError(cause) from error
 
 
 def lift_constants(traced: GraphModule) -> list[Tensor]:
@@ -223,10 +243,20 @@ def check_compiler() -> None:
         raise CannotCompileError("there is no C++ compiler, such as g++") from error
 
 
+def uncompiled(traced: GraphModule) -> Callable[..., Any]:
+    """Return a function that calls the operations of a graph one by one."""
+
+    def call(*inputs: Tensor) -> Any:
+        with torch.no_grad():
+            return traced(*inputs)
+
+    return call
+
+
 def compiled(
     traced: GraphModule, inputs: list[Tensor], *, in_one: bool = False, is_open: bool = False
-) -> Callable[..., Any]:
-    """Compile a graph, without Dynamo.
+) -> tuple[Callable[..., Any], Path | None]:
+    """Compile a graph, without Dynamo, and return its function and its file, if it has one.
 
     Args:
         traced: The graph.
@@ -235,7 +265,7 @@ def compiled(
         is_open: True to keep the variable sizes of the trace.
     """
     # Imported here because it takes seconds.
-    from torch._inductor import config, standalone_compile
+    from torch._inductor import aot_compile, config, standalone_compile
 
     check_compiler()
     try:
@@ -243,7 +273,12 @@ def compiled(
         with torch.no_grad(), config.patch(fallback_random=True, cpp_wrapper=in_one), warnings.catch_warnings():
             # Torch raises warnings about itself while it imports its compiler.
             warnings.simplefilter("ignore")
+            if in_one and not is_open:
+                # A library that is called directly: a tiny step takes two thirds of the time.
+                with suppress(Exception):
+                    library = Path(str(aot_compile(copy.deepcopy(traced), (*inputs,))))
+                    return library_call(library), library
             shapes: Any = "from_graph" if is_open else "from_example_inputs"
-            return standalone_compile(traced, [*inputs], dynamic_shapes=shapes)
+            return standalone_compile(traced, [*inputs], dynamic_shapes=shapes), None
     except Exception as error:
         raise CannotCompileError(f"the compiler fails ({first_line(error)})") from error

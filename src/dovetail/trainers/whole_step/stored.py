@@ -1,0 +1,154 @@
+"""Compiled code on disk, found by a description of the step, so that a new process needs no trace and no compiler."""
+
+from __future__ import annotations
+
+import getpass
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+
+from dovetail.trainers.whole_step.sharing import Code
+
+
+def load_code(key: Any) -> Code | None:
+    """Return the code that an earlier process stored for a key; None if there is none.
+
+    Code is loaded only from a folder that belongs to the user and that no other user can write to.
+    """
+    folder, name = _folder(), _name_of(key)
+    if folder is None or name is None:
+        return None
+    library, facts = folder / f"{name}.so", folder / f"{name}.json"
+    try:
+        found = json.loads(facts.read_text(encoding="utf-8"))
+        call = library_call(library)
+        return Code(
+            call,
+            tuple(map(bool, found["is_used"])),
+            names=tuple(map(str, found["names"])),
+            fixed=tuple((str(name), value) for name, value in found["fixed"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError):
+        # Not there, or damaged: the step is traced and compiled.
+        return None
+
+
+def store_code(key: Any, code: Code) -> None:
+    """Store code for later processes, unless it belongs to this process only."""
+    folder, name = _folder(), _name_of(key)
+    if folder is None or name is None or code.library is None or code.draws or code.constants or code.sizes:
+        return
+    if code.library.with_suffix(".json").exists():
+        # It calls operations that need a second file.
+        return
+    facts = {"is_used": code.is_used, "names": code.names, "fixed": code.fixed}
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            copy = Path(shutil.copy(code.library, Path(scratch) / "library"))
+            os.replace(copy, folder / f"{name}.so")
+            # Last, because a process that finds it expects the library.
+            written = Path(scratch) / "facts"
+            written.write_text(json.dumps(facts), encoding="utf-8")
+            os.replace(written, folder / f"{name}.json")
+    except OSError:
+        # A full or read-only disk costs time only.
+        return
+
+
+def library_call(path: Path) -> Callable[..., Any]:
+    """Return the function of a library that Inductor compiled ahead of time."""
+    if not path.is_file():
+        raise FileNotFoundError(path)
+    runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1)
+    run: Callable[[Any], Any] = runner.run
+
+    def call(*inputs: Any) -> Any:
+        return run(inputs)
+
+    return call
+
+
+def _folder() -> Path | None:
+    """Return the folder of stored code inside of Inductor's cache; None if another user could write to it."""
+    given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if given is None:
+        user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+        given = os.path.join(tempfile.gettempdir(), f"torchinductor_{user}")
+    folder = Path(given) / "dovetail"
+    if os.name != "posix":
+        return None
+    for each in (folder.parent, folder):
+        try:
+            found = each.lstat()
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return None
+        # Otherwise another user could make this process run code.
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+            return None
+    return folder
+
+
+def _name_of(key: Any) -> str | None:
+    """Return a file name for a key; None if the key contains code that may differ in another process."""
+    if key is None:
+        return None
+    choices = sorted(f"{name}={value}" for name, value in os.environ.items() if _is_choice(name))
+    parts: list[str] = [_environment(), *choices]
+    if not _spell(key, parts):
+        return None
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _is_choice(name: str) -> bool:
+    """Return whether an environment variable is a setting of the compiler."""
+    return name.startswith("TORCHINDUCTOR_") and name != "TORCHINDUCTOR_CACHE_DIR"
+
+
+def _spell(value: Any, parts: list[str]) -> bool:
+    """Append a text that is equal only for equal values, and return False for a value without one."""
+    kind = type(value)
+    if isinstance(value, (list, tuple)):
+        parts.append(f"{kind.__name__} {len(value)}")
+        return all(_spell(each, parts) for each in value)
+    if kind is dict:
+        parts.append(f"dict {len(value)}")
+        return all(_spell(each, parts) for item in value.items() for each in item)
+    if kind in (type, FunctionType, BuiltinFunctionType) or isinstance(value, type):
+        module, name = str(getattr(value, "__module__", "")), str(value.__qualname__)
+        parts.append(f"code {module} {name}")
+        # The version of torch, and the files of this library, are a part of the name.
+        return module.partition(".")[0] in ("torch", "dovetail", "builtins") and "<" not in name
+    if kind in (int, float, bool, str, bytes, type(None), torch.dtype, torch.device):
+        parts.append(f"{kind.__name__} {value!r}")
+        return True
+    return False
+
+
+@cache
+def _environment() -> str:
+    """Return a text about everything outside of a step that determines its compiled code."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(path.read_bytes())
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    processor = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    facts = (torch.__version__, platform.python_version(), platform.machine(), processor, digest.hexdigest())
+    return repr(facts)
