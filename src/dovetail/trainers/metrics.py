@@ -136,7 +136,7 @@ class Meter:
 
     def flush(self) -> dict[str, list[float]]:
         """Copy the pending values to the host and return them by name."""
-        return self._settle(_to_host(self._waiting()))
+        return self._settle(_to_host(self._waiting())) if self._pending else {}
 
     def _waiting(self) -> list[Tensor | float]:
         """Return the pending values, followed by their weights if some of these are tensors: one transfer for both."""
