@@ -501,7 +501,7 @@ class Compiled(Capability):
 # `clip_gradients` of the data-parallel layer sends those that its `backward` did not send.
 _TRANSPARENT = (Compiled, DataParallel, Timed)
 _EAGER = "training continues without a graph: {}"
-# Relative differences of a loss that are due to rounding: a compiler rounds less often than single operations do.
+# Relative differences of a loss that are due to rounding: a compiled graph has fewer roundings than single operations.
 _TOLERANCES: dict[torch.dtype | None, float] = {torch.bfloat16: 3e-2, torch.float16: 5e-3}
 _ONE_BY_ONE = "steps_per_call: each call makes only one step: {}"
 # Entries of `context.state` about the running batch.
