@@ -36,13 +36,10 @@ def main(arguments: list[str] | None = None) -> int:
     words = parser(__doc__)
     words.add_argument("--target", type=Path, help="be one of the processes: write what was found to this file")
     words.add_argument("--rate", choices=RATES, help="train over a loopback of this rate; only in such a namespace")
-    words.add_argument("--only-rate", choices=RATES, help="measure at this rate and nothing else, and write no result")
+    words.add_argument("--only-rate", choices=RATES, help="measure only at this rate")
     options = words.parse_args(arguments)
     if options.target is not None:
         return work(options.target, options.rate, is_quick=options.quick)
-    if options.only_rate is not None:
-        print(json.dumps({options.only_rate: _rows(run_limited(options.only_rate, options.quick))}, default=str))
-        return 0
     section = Section(
         "ddp",
         "Several processes",
@@ -51,11 +48,12 @@ def main(arguments: list[str] | None = None) -> int:
         is_quick=options.quick,
     )
     columns = ("by hand, ms", "ours, ms")
-    note = f"{ROUNDS[options.quick]} rounds."
-    rows = _rows(run_pair(__file__, "--target", options.quick))
-    section.add(Table("Time of a step in two processes", "time over by hand", rows, columns, note=note))
-    limited = []
-    for rate in RATES:
+    if options.only_rate is None:
+        note = f"{ROUNDS[options.quick]} rounds."
+        rows = _rows(run_pair(__file__, "--target", options.quick))
+        section.add(Table("Time of a step in two processes", "time over by hand", rows, columns, note=note))
+    limited: list[Row] = []
+    for rate in RATES if options.only_rate is None else [options.only_rate]:
         found = run_limited(rate, options.quick)
         if found is None:
             # Loud, so that a missing table is not mistaken for a passed one.
