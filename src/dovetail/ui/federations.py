@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dovetail.ui.runs import short_id
+
 _ROUND = re.compile(r"round_([0-9]{1,9})")
 _TABLE = "rounds.csv"
 _LARGEST_STATE = 256 << 20
@@ -67,6 +69,11 @@ class Federation:
     changed_at: float = 0.0
     version: int = 0
     _seen: tuple[Any, ...] | None = None
+
+    @property
+    def id(self) -> str:
+        """A short form of the key, for addresses."""
+        return short_id(self.key)
 
     def poll(self) -> bool:
         """Read what is new, and return whether anything has changed."""

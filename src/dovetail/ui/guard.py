@@ -100,7 +100,8 @@ class Guard:
         host = request.host.lower()
         # Any port is accepted, because ssh may forward another one. No other site can have these host names.
         if _HOSTS.fullmatch(host) is None and host not in self._hosts:
-            return Answer("403 Forbidden", f"this server answers to {', '.join((HOST, 'localhost', *self._hosts))} only")
+            known = ", ".join(sorted(self._hosts))
+            return Answer("403 Forbidden", f"this server answers to {HOST} and localhost{known and ', '}{known} only")
         accepted = {f"http://{host}", *({f"https://{host}"} if host in self._hosts else ())}
         if request.origin is not None and request.origin.lower() not in accepted:
             return Answer("403 Forbidden", "requests of other pages are not answered")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import math
 import os
 import time
@@ -134,6 +136,11 @@ class Run:
         return self.journal.state()
 
     @property
+    def id(self) -> str:
+        """A short form of the key, for addresses."""
+        return short_id(self.key)
+
+    @property
     def is_running(self) -> bool:
         """Whether the run worked when it was last polled."""
         return self._state == "running"
@@ -212,6 +219,12 @@ class Run:
             return None
         until = time.time() if self.state() == "running" else ended
         return None if until is None else max(0.0, until - started)
+
+
+@functools.cache
+def short_id(key: str) -> str:
+    """Return a short text without special characters that stands for a key."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:10]
 
 
 def main_metric(metrics: list[str]) -> str:

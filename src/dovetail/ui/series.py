@@ -16,8 +16,8 @@ def downsample(x: Numbers, y: Numbers, most: int) -> tuple[Numbers, Numbers]:
 
     Example:
         >>> x, y = downsample(np.arange(1000.0), np.arange(1000.0) % 7, 20)
-        >>> len(x) <= 20, y.min(), y.max(), x[0], x[-1]
-        (True, 0.0, 6.0, 0.0, 999.0)
+        >>> len(x) <= 20, [float(each) for each in (y.min(), y.max(), x[0], x[-1])]
+        (True, [0.0, 6.0, 0.0, 999.0])
     """
     if len(x) <= most or most < 4:
         return x, y
