@@ -34,6 +34,8 @@ def build_application(library: Library, guard: Guard, *, read_only: bool = False
         show_welcome_message=False,
         binding_refresh_interval=None,
         reconnect_timeout=20.0,
+        # On the loopback, compressing megabytes of scripts takes longer than sending them.
+        gzip_middleware_factory=None,
     )
     return GuardedAsgi(application, guard)
 

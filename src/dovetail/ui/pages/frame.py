@@ -26,15 +26,6 @@ SYMBOLS = {
     "interrupted": "‖ interrupted",
     "unknown": "? unknown",
 }
-# Colours with enough contrast on a white and on a dark background.
-COLORS = {
-    "running": "text-blue-700 dark:text-blue-300",
-    "finished": "text-green-800 dark:text-green-300",
-    "failed": "text-red-700 dark:text-red-300",
-    "killed": "text-red-700 dark:text-red-300",
-    "interrupted": "text-amber-800 dark:text-amber-300",
-    "unknown": "text-gray-600 dark:text-gray-300",
-}
 _STYLE = """
 .nicegui-content { padding: 0.75rem; gap: 0.75rem; }
 .dt-card { border: 1px solid rgba(128,128,128,.28); border-radius: 8px; padding: .6rem .8rem; min-width: 0; }
@@ -43,6 +34,13 @@ _STYLE = """
 .dt-mono { font-family: ui-monospace, monospace; font-size: .78rem; white-space: pre; overflow: auto; max-width: 100%; }
 .dt-wrap { overflow-wrap: anywhere; unicode-bidi: isolate; }
 .dt-h { font-size: .95rem; font-weight: 600; margin: 0 0 .3rem; line-height: 1.3; }
+.dt-s-running { color: #0b63a5; } .dt-s-finished { color: #1b7f4b; } .dt-s-failed, .dt-s-killed { color: #b3261e; }
+.dt-s-interrupted { color: #8a5a00; }
+.body--dark .dt-s-running { color: #8ecdf5; } .body--dark .dt-s-finished { color: #7fd6a8; }
+.body--dark .dt-s-failed, .body--dark .dt-s-killed { color: #ff9c94; } .body--dark .dt-s-interrupted { color: #f0c36a; }
+.body--dark .text-primary { color: #8ecdf5 !important; } .body--dark .text-negative { color: #ff9c94 !important; }
+.dt-state { font-weight: 600; }
+a { color: #0b63a5; } .body--dark a { color: #8ecdf5; }
 .q-header { background: #1d3b53 !important; }
 a:focus-visible, button:focus-visible { outline: 3px solid #E69F00; outline-offset: 2px; }
 .nicegui-echart { width: 100%; }
@@ -100,9 +98,11 @@ def frame(site: Site, request: Request, title: str) -> Iterator[None]:
     dark = ui.dark_mode({"dark": True, "light": False}.get(theme))
     ui.colors(primary="#0072B2", secondary="#56B4E9", accent="#CC79A7", negative="#B3261E")
     with ui.header().classes("items-center gap-2 px-3 py-1"):
-        ui.link("Dovetail", "/").classes("text-white text-lg font-semibold no-underline").props("aria-label='All runs'")
+        ui.link("Dovetail", "/").classes("!text-white text-lg font-semibold no-underline").props(
+            "aria-label='All runs'"
+        )
         for name, target in (("Runs", "/"), ("Experiments", "/#experiments"), ("Federations", "/#federations")):
-            ui.link(name, target).classes("text-white no-underline px-1 max-sm:hidden")
+            ui.link(name, target).classes("!text-white no-underline px-1 max-sm:hidden")
         ui.space()
         if site.read_only:
             ui.label("read-only").classes("text-white text-xs")
@@ -179,7 +179,7 @@ def facts(rows: Sequence[tuple[str, Any]]) -> None:
 
 def state_label(state: str) -> Any:
     """Show the state of a run with a symbol, because colour alone is not enough."""
-    return ui.label(SYMBOLS.get(state, state)).classes(f"font-semibold {COLORS.get(state, '')}")
+    return ui.label(SYMBOLS.get(state, state)).classes(f"dt-state dt-s-{state}")
 
 
 def duration_text(seconds: float | None) -> str:

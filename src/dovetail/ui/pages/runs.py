@@ -16,8 +16,8 @@ from dovetail.ui.pages.frame import DURATION, NUMBER, SPARK, SYMBOLS, Site, addr
 from dovetail.ui.runs import Run
 
 _MOST_SETTINGS = 40
-_STATE_STYLE = """(p) => ({fontWeight: 600, color: {running: '#0b63a5', finished: '#1b7f4b', failed: '#c0392b',
-  killed: '#c0392b', interrupted: '#9a6700'}[(p.data || {}).state_key] || ''})"""
+_STATE_CLASS = "(p) => 'dt-state dt-s-' + (p.data || {}).state_key"
+_ON_WIDE = "window.innerWidth > 600 ? {} : {}"
 
 
 def add(site: Site) -> None:
@@ -137,9 +137,9 @@ class _Runs:
         number = {":valueFormatter": NUMBER, "type": "rightAligned", "filter": "agNumberColumnFilter", "width": 105}
         can_edit = not self.site.read_only
         columns: list[dict[str, Any]] = [
-            {"field": "name", "headerName": "Run", "pinned": "left", "width": 220,
+            {"field": "name", "headerName": "Run", ":pinned": _ON_WIDE.format("'left'", "null"), "width": 220,
              "cellClass": "cursor-pointer underline", "tooltipField": "name"},
-            {"field": "state", "headerName": "State", "width": 125, ":cellStyle": _STATE_STYLE,
+            {"field": "state", "headerName": "State", "width": 125, ":cellClass": _STATE_CLASS,
              "tooltipField": "error"},
             {"field": "spark", "headerName": "Curve", ":cellRenderer": SPARK, "width": 125, "sortable": False,
              "filter": False, "cellDataType": False},
@@ -165,7 +165,7 @@ class _Runs:
             "defaultColDef": {"sortable": True, "filter": True, "resizable": True},
             "suppressFieldDotNotation": True,
             "rowSelection": {"mode": "multiRow", "enableClickSelection": False},
-            "selectionColumnDef": {"pinned": "left", "width": 44},
+            "selectionColumnDef": {":pinned": _ON_WIDE.format("'left'", "null"), "width": 44},
             ":getRowId": "(p) => p.data.id",
             "quickFilterText": search,
             "tooltipShowDelay": 300,
