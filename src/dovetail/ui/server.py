@@ -30,6 +30,7 @@ def build_application(library: Library, guard: Guard, *, read_only: bool = False
         application,
         title="Dovetail",
         dark=None,
+        language="en-US",
         favicon="🕊️",
         show_welcome_message=False,
         binding_refresh_interval=None,
