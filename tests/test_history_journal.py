@@ -117,7 +117,7 @@ def test_half_a_line_is_read_when_it_is_complete(tmp_path: Path) -> None:
     assert found.update() is False
 
 
-def test_a_start_after_half_a_line_is_a_line_of_its_own(tmp_path: Path) -> None:
+def test_a_start_after_half_a_line_is_a_separate_line(tmp_path: Path) -> None:
     path = tmp_path / "ck_run.jsonl"
     RunJournal(path).start({}, is_new=True)
     with path.open("ab") as file:

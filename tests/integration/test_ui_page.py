@@ -428,7 +428,7 @@ def ask(served: Served, path: str, **headers: str) -> tuple[int, bytes, Any]:
     return answer.status, content, answer.headers
 
 
-def test_requests_without_token_or_from_elsewhere_are_refused(served: Served) -> None:
+def test_requests_without_token_or_from_another_site_are_rejected(served: Served) -> None:
     cookie = f"dovetail-{served.port}={served.token}"
     for path in ("/", "/download/runs.json", "/_nicegui_ws/socket.io/?EIO=4&transport=polling", "/openapi.json"):
         assert ask(served, path)[0] == 401

@@ -129,7 +129,7 @@ def test_a_locked_store_can_be_read(store: Store, tmp_path: Path) -> None:
     connection.close()
 
 
-def test_commands_are_refused_in_the_wrong_state(store: Store, tmp_path: Path) -> None:
+def test_commands_are_rejected_in_the_wrong_state(store: Store, tmp_path: Path) -> None:
     made = create(store, tmp_path)
     source = ExperimentSource(lambda: store, "store")
     trial = store.add_trial(made.id, {}, {}, {})

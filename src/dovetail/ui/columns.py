@@ -141,8 +141,10 @@ class Columns:
 
     def num_bytes(self) -> int:
         """Return the memory of all numbers, about."""
-        cells = sum(len(column) for rows in self.stages.values() for column in (*rows.columns.values(), rows.numbers))
-        return 8 * (cells + len(self.losses))
+        cells = len(self.losses)
+        for rows in self.stages.values():
+            cells += len(rows.numbers) + sum(map(len, rows.columns.values()))
+        return 8 * cells
 
     def furthest(self, key: str) -> int | None:
         """Return the newest value of a position, such as the number of epochs; None if no row has it."""

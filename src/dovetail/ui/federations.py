@@ -110,7 +110,7 @@ class Federation:
 
 
 def is_federation(names: Collection[str]) -> bool:
-    """Return whether the names in a folder are those of a server's checkpoints or results.
+    """Return whether a folder with these names has checkpoints or results of a server.
 
     Example:
         >>> is_federation({"round_12", "clients.db"}), is_federation({"ck_history.jsonl"})

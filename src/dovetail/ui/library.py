@@ -21,7 +21,7 @@ from dovetail.ui.runs import Run, find_folders, run_of
 POLL_SECONDS = 0.25
 _SCAN_SECONDS = 2.0
 _STORE_SECONDS = 1.0
-# Runs that have not changed for this long are looked at every tenth time only.
+# Seconds after which a run that no view shows is polled every tenth time only.
 _QUIET_SECONDS = 30.0
 _BUDGET = 200 << 20
 

@@ -19,7 +19,7 @@ _LONGEST_NOTE = 4000
 
 @dataclass(frozen=True)
 class Note:
-    """What a user has written about a run."""
+    """Tags and text of a user about a run."""
 
     tags: tuple[str, ...] = ()
     text: str = ""

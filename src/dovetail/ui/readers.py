@@ -36,7 +36,7 @@ class HistoryReader:
 
     Attributes:
         path: The file.
-        columns: What has been read.
+        columns: The numbers that were read.
         problem: Why the file cannot be read, in one sentence; None if it can.
         num_rejected: The number of lines that are not rows.
 
@@ -170,7 +170,7 @@ class ReportsReader:
 
     Attributes:
         path: The file `metrics.jsonl`.
-        columns: What has been read.
+        columns: The numbers that were read.
         problem: Why the file cannot be read, in one sentence; None if it can.
     """
 

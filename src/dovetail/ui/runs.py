@@ -27,7 +27,7 @@ _RECENT = 60.0
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a table shows of a run.
+    """Summary of a run for a table.
 
     Attributes:
         key: The identifier of the run in addresses.
@@ -223,7 +223,7 @@ class Run:
 
 @functools.cache
 def short_id(key: str) -> str:
-    """Return a short text without special characters that stands for a key."""
+    """Return a short identifier for a key, without special characters."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:10]
 
 

@@ -69,7 +69,7 @@ def serve(
     """Serve the page until SIGINT or SIGTERM.
 
     Args:
-        library: What the page shows.
+        library: The runs, experiments and federations.
         port: The port; 0 means any free port.
         announce: Called with the address when the page can be opened.
         read_only: Reject every change.

@@ -71,7 +71,7 @@ class Site:
     """What all views share.
 
     Attributes:
-        library: What the page shows.
+        library: The runs, experiments and federations.
         read_only: True if nothing may be changed.
     """
 
