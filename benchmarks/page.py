@@ -9,6 +9,7 @@ instead, which no trainer writes by itself. Chromium draws the page; the times e
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -80,11 +81,15 @@ def measure(folder: Path, runs: int, repeats: int, by_rows: bool) -> dict[str, A
         browser = driver.chromium.launch(executable_path=browser_path, args=["--no-sandbox", "--disable-gpu"])
         page = browser.new_page(viewport={"width": 1280, "height": 900})
 
-        def opened(path: str, ready: str) -> float:
+        def opened(path: str, ready: str, spent: list[float] | None = None) -> float:
+            before = cpu_seconds(process)
             begun = time.perf_counter()
             page.goto(base + path if path else address)
             page.wait_for_function(ready)
-            return time.perf_counter() - begun
+            taken = time.perf_counter() - begun
+            if spent is not None:
+                spent.append(cpu_seconds(process) - before)
+            return taken
 
         rows = "document.querySelectorAll('.ag-center-cols-container .ag-row').length > 10"
         drawn = "document.querySelectorAll('canvas').length > 0"
@@ -92,10 +97,14 @@ def measure(folder: Path, runs: int, repeats: int, by_rows: bool) -> dict[str, A
         begun = time.perf_counter()
         page.wait_for_function(f"document.body.innerText.includes('{runs} finished')", timeout=300_000)
         found["until all files are read"] = time.perf_counter() - begun
-        found["first view"] = statistics.median(opened("/", rows) for _ in range(repeats))
+        first: list[float] = []
+        compared: list[float] = []
+        found["first view"] = statistics.median(opened("/", rows, first) for _ in range(repeats))
         found["comparison of 100"] = statistics.median(
-            opened(f"/compare?runs={ids}&metric={metric}", drawn) for _ in range(repeats)
+            opened(f"/compare?runs={ids}&metric={metric}", drawn, compared) for _ in range(repeats)
         )
+        found["CPU seconds of the first view"] = statistics.median(first)
+        found["CPU seconds of the comparison"] = statistics.median(compared)
         found["update"] = statistics.median(update(page, base, folder, number) for number in range(repeats))
         browser.close()
     found["memory in MB"] = psutil.Process(process.pid).memory_info().rss / 1e6
@@ -104,6 +113,17 @@ def measure(folder: Path, runs: int, repeats: int, by_rows: bool) -> dict[str, A
     assert process.stdout is not None
     process.stdout.close()
     return found
+
+
+def cpu_seconds(server: subprocess.Popen[str]) -> float:
+    """Return the CPU time of the server and the browser so far, which does not depend on other programs."""
+    processes = [psutil.Process(server.pid), *psutil.Process().children(recursive=True)]
+    total = 0.0
+    for each in {process.pid: process for process in processes}.values():
+        with contextlib.suppress(psutil.Error):
+            spent = each.cpu_times()
+            total += spent.user + spent.system
+    return total
 
 
 def update(page: Any, base: str, folder: Path, number: int) -> float:

@@ -43,6 +43,7 @@ STATE_COLORS = {
     "WAITING": PALETTE[1],
 }
 _LONGEST_NAME = 60
+_LONGEST_LEGEND = 40
 
 Options = dict[str, Any]
 
@@ -61,10 +62,17 @@ def shortened(text: str, length: int = _LONGEST_NAME) -> str:
 
 def points(x: Numbers, y: Numbers) -> list[list[float | None]]:
     """Return points for a chart; a value that is not finite is a gap."""
-    found = np.column_stack([x, y])
-    if np.isfinite(found).all():
-        return np.vectorize(lambda each: float(f"{each:.6g}"))(found).tolist() if len(found) else []  # type: ignore[no-any-return]
-    return [[float(f"{a:.6g}"), float(f"{b:.6g}") if math.isfinite(b) else None] for a, b in found.tolist()]
+    xs, ys = _rounded(x).tolist(), _rounded(y).tolist()
+    return [[place, value if math.isfinite(value) else None] for place, value in zip(xs, ys, strict=True)]
+
+
+def _rounded(values: Numbers) -> Numbers:
+    """Return values with about six digits, in relation to the largest one: fewer bytes, and the same picture."""
+    finite_values = np.abs(values[np.isfinite(values)])
+    largest = float(finite_values.max()) if len(finite_values) else 0.0
+    if not 1e-300 < largest < 1e300:
+        return values
+    return np.round(values, 6 - math.floor(math.log10(largest)))
 
 
 def line_style(index: int) -> tuple[str, str]:
@@ -114,8 +122,8 @@ def line(name: str, data: list[Any], index: int = 0, **changes: Any) -> Options:
 
 
 def legend(options: Options, number: int) -> Options:
-    """Add a legend below the chart, which scrolls if it has many entries."""
-    if number > 1:
+    """Add a legend below the chart, which scrolls if it has many entries; without one, hovering shows the names."""
+    if 1 < number <= _LONGEST_LEGEND:
         options["legend"] = {"type": "scroll", "bottom": 0, "textStyle": {"color": GREY}, "icon": "roundRect",
                              "itemHeight": 4, "pageTextStyle": {"color": GREY}}  # fmt: skip
         options["grid"]["bottom"] = 56

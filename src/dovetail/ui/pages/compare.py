@@ -25,7 +25,7 @@ UNITS = {
     "row": "row",
 }
 # Points of all curves together: more would make the chart slow.
-_POINTS = 40_000
+_POINTS = 20_000
 
 
 def add(site: Site) -> None:
@@ -141,7 +141,7 @@ class _Comparison:
         self.grid.run_grid_method("setGridOption", "rowData", rows)
 
     def _options(self) -> Options:
-        most = max(100, min(2000, _POINTS // len(self.runs)))
+        most = max(100, min(1500, _POINTS // len(self.runs)))
         curves = []
         for run in self.runs:
             xs, ys = run.series(self.metric, self.x)
