@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -24,7 +25,7 @@ Y = torch.tensor([0, 1, 0, 1, 0, 1])
 
 
 def trainer(folder: Path, model: torch.nn.Module | None = None) -> Trainer:
-    options = {"checkpoint_dir": folder, "batch_size": 3, "num_epochs": 2, "verbose": False}
+    options: dict[str, Any] = {"checkpoint_dir": folder, "batch_size": 3, "num_epochs": 2, "verbose": False}
     return Trainer(model or torch.nn.Linear(2, 2), "cpu", train_dataset=(X, Y), val_dataset=(X, Y), **options)
 
 

@@ -154,7 +154,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     x, y = torch.randn(16, 2), torch.tensor([0, 1] * 8)
     for seed, rate in ((1, 0.1), (2, 0.1), (1, 0.01)):
         run = folder / "runs" / f"seed{seed}-lr{rate}"
-        options = {"batch_size": 4, "num_epochs": 3, "verbose": False, "learning_rate": rate, "seed": seed}
+        options: dict[str, Any] = {
+            "batch_size": 4,
+            "num_epochs": 3,
+            "verbose": False,
+            "learning_rate": rate,
+            "seed": seed,
+        }
         Trainer(
             torch.nn.Linear(2, 2), "cpu", train_dataset=(x, y), val_dataset=(x, y), checkpoint_dir=run, **options
         ).fit()

@@ -211,7 +211,10 @@ def test_smoothing_keeps_constants_and_skips_nan() -> None:
 
 
 def test_downloads_are_strict_and_safe() -> None:
-    rows = [{"name": '=HYPERLINK("x")', "loss": float("nan")}, {"name": "a,b\nc", "tags": ["x"]}]
+    rows: list[dict[str, object]] = [
+        {"name": '=HYPERLINK("x")', "loss": float("nan")},
+        {"name": "a,b\nc", "tags": ["x"]},
+    ]
     assert as_csv(rows) == 'name,loss,tags\n"\'=HYPERLINK(""x"")",nan,\n"a,b\nc",,"[""x""]"\n'
     assert json.loads(as_json(rows))[0] == {"name": '=HYPERLINK("x")', "loss": "nan"}
 

@@ -207,7 +207,7 @@ def test_charts_are_strict_json_without_values_that_a_log_axis_lacks() -> None:
 
 def test_a_federation_is_read_from_its_checkpoint_and_from_its_table(tmp_path: Path) -> None:
     folder, table = tmp_path / "fed", tmp_path / "table"
-    options = {"rounds": 2, "total_clients": 3, "per_round": 2, "callbacks": [WriteResults(table)]}
+    options: dict[str, Any] = {"rounds": 2, "total_clients": 3, "per_round": 2, "callbacks": [WriteResults(table)]}
     server = fedavg.Server(checkpoint_path=str(folder), **options)
     server.run()
     library = Library([tmp_path])

@@ -337,19 +337,29 @@ def gantt(record: ExperimentRecord) -> Options | None:
         gap = max(0.0, start - ends.get(lane, 0.0))
         ends[lane] = end
         color = STATE_COLORS.get(state, GREY)
-        place = lambda value, lane=lane: [value if each == lane else "-" for each in range(max(rows) + 1)]  # noqa: E731
+        width = max(rows) + 1
         common = {"type": "bar", "stack": "time", "barMaxWidth": 22}
         options["series"] += [
-            {**common, "name": "", "silent": True, "itemStyle": {"color": "transparent"}, "data": place(round(gap, 3))},
+            {
+                **common,
+                "name": "",
+                "silent": True,
+                "itemStyle": {"color": "transparent"},
+                "data": _in_lane(round(gap, 3), lane, width),
+            },
             {
                 **common,
                 "name": f"trial {trial_id}, {state}",
                 "itemStyle": {"color": color, "borderColor": "rgba(255,255,255,0.6)", "borderWidth": 1},
-                "data": place(round(max(end - start, 0.001), 3)),
+                "data": _in_lane(round(max(end - start, 0.001), 3), lane, width),
             },
         ]
     options["tooltip"] = {"trigger": "item", "confine": True}
     return options
+
+
+def _in_lane(value: float, lane: int, number: int) -> list[float | str]:
+    return [value if each == lane else "-" for each in range(number)]
 
 
 # Federations

@@ -191,7 +191,7 @@ def _stopped_at(trial: TrialRecord) -> int | None:
 def timeline(record: ExperimentRecord) -> list[tuple[int, float, float, str]]:
     """Return id, start, end (seconds since the experiment was created) and state of every trial that has started."""
     now = datetime.now(record.created.tzinfo)
-    found = []
+    found: list[tuple[int, float, float, str]] = []
     for trial in record.trials:
         if trial.started is not None:
             end = trial.ended or (now if record.is_running else trial.started)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dovetail.errors import ConfigError
 from dovetail.search.records import ExperimentRecord
@@ -17,6 +18,9 @@ from dovetail.ui.federations import Federation, is_federation
 from dovetail.ui.notes import Note, Notes
 from dovetail.ui.readers import ReportsReader
 from dovetail.ui.runs import Run, find_folders, run_of
+
+if TYPE_CHECKING:
+    from dovetail.search.store import Store
 
 POLL_SECONDS = 0.25
 _SCAN_SECONDS = 2.0
@@ -213,7 +217,7 @@ class Library:
         return self._notes[int(place)], key
 
 
-def _open_file(store: type, home: Path) -> object:
+def _open_file(store: type[Store], home: Path) -> Store:
     # The environment may name a server, which is not the store of this folder.
     from dovetail.extras import require
     from dovetail.search.databases import file_url, open_file

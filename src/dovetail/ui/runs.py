@@ -166,8 +166,9 @@ class Run:
         if x == "samples":
             size = self.settings.get("batch_size")
             places, values = columns.series(metric, "batches", self.times)
-            is_known = isinstance(size, (int, float)) and not isinstance(size, bool)
-            return (places * float(size), values) if is_known else (places[:0], values[:0])
+            if not isinstance(size, (int, float)) or isinstance(size, bool):
+                return places[:0], values[:0]
+            return places * float(size), values
         return columns.series(metric, x, self.times)
 
     def summary(self) -> RunSummary:

@@ -135,6 +135,11 @@ class _Comparison:
         ui.navigate.history.replace(self._address())
         self._redraw()
 
+    def _show_everything(self, value: bool) -> None:
+        self.everything = value
+        # The table gets other columns.
+        ui.navigate.to(self._address())
+
     def _redraw(self) -> None:
         update_chart(self.chart, self._options())
         rows = self._rows()
@@ -171,7 +176,7 @@ class _Comparison:
         self.columns = varied_settings([run.settings for run in self.runs], all_names=self.everything)
         with card("Settings and results", "w-full"):
             ui.checkbox("show equal settings, too", value=self.everything).props("dense").on_value_change(
-                lambda e: (self._set(everything=e.value), ui.navigate.to(self._address()))
+                lambda e: self._show_everything(e.value)
             )
             number = {":valueFormatter": NUMBER, "type": "rightAligned", "width": 120}
             columns: list[dict[str, Any]] = [

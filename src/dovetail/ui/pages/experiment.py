@@ -93,12 +93,13 @@ class _ExperimentView:
         record = self.record
         is_over = record.state in OVER
         with ui.row().classes("gap-2"):
-            for command, icon, is_possible in (
+            commands: list[tuple[Command, str, bool]] = [
                 ("pause", "pause", record.is_running),
                 ("resume", "play_arrow", not record.is_running and not is_over),
                 ("cancel", "stop", not is_over),
                 ("kill", "dangerous", not is_over),
-            ):
+            ]
+            for command, icon, is_possible in commands:
                 button = ui.button(command.capitalize(), icon=icon, on_click=partial(self._ask, command))
                 button.props("outline no-caps" + ("" if command != "kill" else " color=negative"))
                 button.set_enabled(is_possible and not self.site.read_only)
@@ -219,7 +220,11 @@ class _ExperimentView:
                 self.drawn[title] = chart(options, "17rem", title)
 
     async def _show_importance(self) -> None:
-        options, note = await worker.io_bound(charts.importance, self.record)
+        found = await worker.io_bound(charts.importance, self.record)
+        # None means that the server is shutting down.
+        if found is None:
+            return
+        options, note = found
         self.importance.clear()
         with self.importance, card("Importance of hyperparameters"):
             if options is not None:
