@@ -56,7 +56,7 @@ def test_train_runs_to_num_epochs_and_writes_checkpoints_and_history(problem: Pr
     assert trainer.train() > 0
     assert trainer.cur_epoch == 2
     names = sorted(path.name for path in (tmp_path / "here").iterdir())
-    assert names == ["best_ck", "ck_epoch_1_iter_12", "ck_epoch_2_iter_24", "ck_history.jsonl"]
+    assert names == ["best_ck", "ck_epoch_1_iter_12", "ck_epoch_2_iter_24", "ck_history.jsonl", "ck_run.jsonl"]
     other = quiet(problem.model())
     other.load_history(tmp_path / "here" / "ck_history.jsonl")
     assert other.history == trainer.history

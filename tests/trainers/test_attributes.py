@@ -148,14 +148,14 @@ def test_assigned_checkpoint_options_take_effect_between_runs(problem: Problem, 
 
     trainer = make(problem, checkpoint_dir=tmp_path / "a")
     trainer.fit(max_length=Epochs(1))
-    assert names() == ["a/best_ck", "a/ck_epoch_1_iter_9", "a/ck_history.jsonl"]
+    assert names() == ["a/best_ck", "a/ck_epoch_1_iter_9", "a/ck_history.jsonl", "a/ck_run.jsonl"]
     trainer.options.save_every = 0
     trainer.fit(max_length=Epochs(2))
-    assert names() == ["a/best_ck", "a/ck_epoch_1_iter_9", "a/ck_history.jsonl"]
+    assert names() == ["a/best_ck", "a/ck_epoch_1_iter_9", "a/ck_history.jsonl", "a/ck_run.jsonl"]
     options = trainer.options
     options.checkpoint_dir, options.save_every, options.save_hist = tmp_path / "b", -1, False
     trainer.fit(max_length=Epochs(3))
-    assert names()[3:] == ["b/best_ck", "b/ck_epoch_3_iter_27"]
+    assert names()[4:] == ["b/best_ck", "b/ck_epoch_3_iter_27"]
 
 
 @pytest.mark.parametrize("resumes", [False, True])

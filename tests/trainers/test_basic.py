@@ -543,7 +543,7 @@ def test_training_can_be_extended_on_resume(problem: Problem, tmp_path: Path) ->
 def test_only_the_last_k_periodic_checkpoints_are_kept(problem: Problem, tmp_path: Path) -> None:
     full_trainer(problem, tmp_path, keep_last=2).fit(max_length=Epochs(4))
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "best_ck", "ck_epoch_3_iter_42", "ck_epoch_4_iter_56", "ck_history.jsonl",
+        "best_ck", "ck_epoch_3_iter_42", "ck_epoch_4_iter_56", "ck_history.jsonl", "ck_run.jsonl",
     ]  # fmt: skip
 
 

@@ -411,8 +411,8 @@ def test_a_new_run_of_the_same_trainer_saves_its_last_and_best_checkpoint(proble
             ends.append(sorted(path.name for path in tmp_path.iterdir()))
             for path in filter(Path.is_dir, tmp_path.iterdir()):
                 shutil.rmtree(path)
-    assert ends[0] == ends[1] == ["best_ck", "ck_epoch_1_iter_12", "ck_history.jsonl"]
-    assert ends[2] == ends[3] == ["ck_epoch_1_iter_12", "ck_history.jsonl"]
+    assert ends[0] == ends[1] == ["best_ck", "ck_epoch_1_iter_12", "ck_history.jsonl", "ck_run.jsonl"]
+    assert ends[2] == ends[3] == ["ck_epoch_1_iter_12", "ck_history.jsonl", "ck_run.jsonl"]
 
 
 def test_background_writing_gives_the_same_checkpoints(problem: Problem, tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ def dashboard(
 
     The printed address contains a token, without which no other user of this machine can read or change anything.
     """
-    from dovetail.cli.serving import HOST, Guarded, LocalServer, serve
+    from dovetail.cli.serving import Guarded, LocalServer, serve
+    from dovetail.ui.guard import HOST
 
     pages = require("optuna_dashboard", "dashboard")
     opened = open_store(home, store)

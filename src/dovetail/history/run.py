@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 from dovetail.errors import ConfigError
 from dovetail.extras import require
 from dovetail.history.drawing import draw
+from dovetail.history.journal import RunJournal
 from dovetail.history.lines import (
     BATCHES,
     CUSTOM,
@@ -80,6 +81,7 @@ class History(RunHistory):
         self._cuts: list[tuple[int, int]] = []
         self._path: Path | None = None
         self._size = 0
+        self._journal: RunJournal | None = None
 
     # Recording
 
@@ -106,6 +108,8 @@ class History(RunHistory):
         self._append(row)
         self._cuts += self._open_cut()
         self.rows.append(row)
+        if self._journal is not None:
+            self._journal.mark(len(self.rows))
 
     def extend_losses(self, values: Iterable[float]) -> None:
         """Add the losses of training batches; an attached file gets them with the next row or call of `sync`."""
@@ -224,12 +228,16 @@ class History(RunHistory):
                 history.rows.append(row)
         return history
 
-    def attach(self, path: str | os.PathLike[str]) -> None:
+    def attach(self, path: str | os.PathLike[str], journal: RunJournal | None = None) -> None:
         """Write this history to a file, and append every later row to it.
 
         The previous content of the file is replaced: when a run resumes from a checkpoint, the rows after it
         are removed. Every later row is written as one line, which is not lost if the process is killed; `sync` also
         protects it from a power failure.
+
+        Args:
+            path: The file.
+            journal: The journal that gets the time of every later row; None means none.
 
         Raises:
             ConfigError: The file exists and is not a history.
@@ -244,11 +252,11 @@ class History(RunHistory):
         content = self._content()
         write_atomically(path, content)
         self._cuts += self._open_cut()
-        self._path, self._size = path, len(content)
+        self._path, self._size, self._journal = path, len(content), journal
 
     def detach(self) -> None:
         """Stop writing to the attached file."""
-        self._path = None
+        self._path, self._journal = None, None
 
     def sync(self) -> None:
         """Write pending losses and sync the attached file to the disk; without a file, do nothing."""
@@ -278,12 +286,12 @@ class History(RunHistory):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy, in this process or another, is detached: two writers would write every row twice.
-        return {**self.__dict__, "_path": None}
+        return {**self.__dict__, "_path": None, "_journal": None}
 
     def _replace(self, rows: list[Row], losses: array[float], cuts: list[tuple[int, int]]) -> None:
         self.rows, self.losses, self._cuts = rows, losses, cuts
         if self._path is not None:
-            self.attach(self._path)
+            self.attach(self._path, self._journal)
 
     def _content(self) -> bytes:
         """Return the whole history as the content of a file."""

@@ -116,7 +116,7 @@ def best_so_far(record: ExperimentRecord) -> dict[int, float]:
     """Return the best value so far after each trial that has one, by its id."""
     pick = min if record.smaller_is_better else max
     found: dict[int, float] = {}
-    for trial in _measured(record):
+    for trial in measured_trials(record):
         found[trial.id] = pick([*list(found.values())[-1:], trial.best or 0.0])
     return found
 
@@ -157,7 +157,8 @@ def _dumper() -> type[yaml.SafeDumper]:
 # Charts
 
 
-def _measured(record: ExperimentRecord) -> list[TrialRecord]:
+def measured_trials(record: ExperimentRecord) -> list[TrialRecord]:
+    """Return the trials with a finite value of the metric."""
     return [trial for trial in record.trials if trial.best is not None and math.isfinite(trial.best)]
 
 
@@ -167,14 +168,14 @@ def _charts(record: ExperimentRecord) -> dict[str, tuple[str, _Chart | str]]:
     return {
         "curves": (f"Learning curves: {name}", _curves(record)),
         "best": (f"Best {name} so far", _best(record)),
-        "importance": ("Importance of hyperparameters", _importance(record)),
+        "importance": ("Importance of hyperparameters", importance_chart(record)),
         "parallel": ("Hyperparameters and results", _parallel(record)),
     }
 
 
-def _quality(record: ExperimentRecord) -> dict[int, float]:
+def trial_quality(record: ExperimentRecord) -> dict[int, float]:
     """Return the quality of each trial, by id: from 0 for the worst to 1 for the best."""
-    ranked = sorted(_measured(record), key=lambda trial: trial.best or 0.0, reverse=record.smaller_is_better)
+    ranked = sorted(measured_trials(record), key=lambda trial: trial.best or 0.0, reverse=record.smaller_is_better)
     return {trial.id: rank / max(1, len(ranked) - 1) for rank, trial in enumerate(ranked)}
 
 
@@ -184,7 +185,7 @@ def _label(record: ExperimentRecord, trial: TrialRecord) -> str:
 
 
 def _curves(record: ExperimentRecord) -> LineChart | str:
-    quality = _quality(record)
+    quality = trial_quality(record)
     lines = [
         Line(_label(record, trial), points, quality.get(trial.id, 0.0), trial.id)
         for trial in record.trials
@@ -198,13 +199,13 @@ def _nothing(record: ExperimentRecord) -> str:
 
 
 def _best(record: ExperimentRecord) -> LineChart | str:
-    quality, best = _quality(record), best_so_far(record)
+    quality, best = trial_quality(record), best_so_far(record)
     if not best:
         return _nothing(record)
     stairs = Line("best so far", tuple(best.items()), 1.0, style="stairs")
     dots = [
         Line(_label(record, trial), ((trial.id, trial.best or 0.0),), quality[trial.id], trial.id, "dots")
-        for trial in _measured(record)
+        for trial in measured_trials(record)
     ]
     return LineChart("trial", record.metric, (stairs, *dots))
 
@@ -217,13 +218,13 @@ def varied_hparams(trials: Sequence[TrialRecord]) -> dict[str, list[Any]]:
 
 
 def _parallel(record: ExperimentRecord) -> ParallelChart | str:
-    trials = _measured(record)
+    trials = measured_trials(record)
     columns = varied_hparams(trials)
     if not columns:
         return f"No two trials with a value of {record.metric or 'a metric'} differ in their hyperparameters."
     columns[record.metric] = [trial.best for trial in trials]
-    placed = {name: _dimension(name, column, _is_log(record, name)) for name, column in columns.items()}
-    quality = _quality(record)
+    placed = {name: _dimension(name, column, is_log_scale(record, name)) for name, column in columns.items()}
+    quality = trial_quality(record)
     lines = [
         Line(
             _label(record, trial),
@@ -237,7 +238,7 @@ def _parallel(record: ExperimentRecord) -> ParallelChart | str:
 
 
 def _dimension(name: str, column: Sequence[Any], is_log: bool | None) -> tuple[Dimension, list[float]]:
-    if all(_is_number(value) for value in column):
+    if all(is_number(value) for value in column):
         scale = Scale.of(column, is_log)
         distinct = sorted(set(column))
         inner = distinct[1:-1] if len(distinct) <= 6 else scale.ticks(4)
@@ -254,7 +255,7 @@ def _dimension(name: str, column: Sequence[Any], is_log: bool | None) -> tuple[D
     return Dimension(name, tuple((place, label) for label, place in places.items())), [places[s] for s in spelled]
 
 
-def _is_log(record: ExperimentRecord, name: str) -> bool | None:
+def is_log_scale(record: ExperimentRecord, name: str) -> bool | None:
     """Return whether the configuration searches a hyperparameter on a logarithmic scale; None if it is not searched."""
     kind = _declared(record, name)
     return kind == "log" if kind in ("log", "double", "int") else None
@@ -268,17 +269,19 @@ def _declared(record: ExperimentRecord, name: str) -> Any:
     return declared.get("type") if isinstance(declared, Mapping) else None
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Return whether a value is a finite number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _importance(record: ExperimentRecord) -> BarChart | str:
+def importance_chart(record: ExperimentRecord) -> BarChart | str:
+    """Return the importance of hyperparameters, or a sentence why it is unknown."""
     values, note = _compared(record)
     trials = [trial for trial in record.trials if trial.id in values]
     columns = varied_hparams(trials)
     if len(trials) < _ENOUGH:
         name = record.metric or "a metric"
-        return f"This needs at least {_ENOUGH} trials with a value of {name}; there are {len(_measured(record))}."
+        return f"This needs at least {_ENOUGH} trials with a value of {name}; there are {len(measured_trials(record))}."
     if not columns:
         return "The trials do not differ in their hyperparameters."
     if importlib.util.find_spec("optuna") is None:
@@ -286,8 +289,8 @@ def _importance(record: ExperimentRecord) -> BarChart | str:
     optuna = require("optuna", "search")
     distributions = {}
     for name, column in columns.items():
-        if all(_is_number(value) for value in column):
-            is_log = Scale.of(column, _is_log(record, name)).is_log
+        if all(is_number(value) for value in column):
+            is_log = Scale.of(column, is_log_scale(record, name)).is_log
             distributions[name] = optuna.distributions.FloatDistribution(min(column), max(column), log=is_log)
         else:
             # As text, because Optuna's categories must be plain and distinct: 1 and True are equal in Python.
@@ -306,7 +309,7 @@ def _compared(record: ExperimentRecord) -> tuple[dict[int, float], str]:
     If few trials were completed, because the searcher has stopped most of them early, compare the values after an equal
     number of batches: otherwise only the length of the trials would matter.
     """
-    measured = _measured(record)
+    measured = measured_trials(record)
     completed = {trial.id: trial.best or 0.0 for trial in measured if trial.state == "COMPLETED"}
     if len(completed) >= _ENOUGH or len(measured) < _ENOUGH:
         return completed, f"Estimated from the best values of {counted(len(completed), 'completed trial')}."
@@ -418,7 +421,7 @@ def _columns(record: ExperimentRecord) -> Iterator[tuple[str, str, Callable[[Tri
     yield "state", "state", lambda trial: trial.state
     yield f"best {record.metric}", "number", lambda trial: trial.best
     for name, column in varied_hparams(record.trials).items():
-        kind = "number" if all(value is None or _is_number(value) for value in column) else "text"
+        kind = "number" if all(value is None or is_number(value) for value in column) else "text"
         yield name, kind, functools.partial(lambda name, trial: flat(trial.hparams).get(name), name)
     yield "best at batch", "number", lambda trial: trial.best_at
     yield f"latest {record.metric}", "number", lambda trial: trial.latest

@@ -104,7 +104,7 @@ def fit(
     context.run.plan = plan = trainer.plan(**requested)
     # A stop request of an earlier run must not end this one.
     context.run.stop_reason, context.run.signal, context.run.stop_request = None, None, None
-    with running(trainer, "train"), stop_on_signals(context):
+    with running(trainer, "train"), saving.ending_journal(trainer), stop_on_signals(context):
         callbacks, progress = context.callbacks, context.progress
         if context.run.base is not None and context.model is not None:
             # Before a checkpoint changes the buffers.
@@ -125,8 +125,7 @@ def fit(
         if progress.batches == 0 or not context.run.id:
             context.run.id = uuid4().hex
         # After the resume, so that the file receives the restored history.
-        if context.run.saver is not None and context.process.is_main:
-            context.run.saver.attach(context.history)
+        saving.start_history(trainer)
         context.run.checked = progress.copy()
         for on_train_start in callbacks.on_train_start:
             on_train_start(context)

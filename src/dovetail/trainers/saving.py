@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,6 +15,8 @@ from dovetail.checkpoint.files import DISK, damaged_name, sweep
 from dovetail.checkpoint.manifest import STATE
 from dovetail.errors import CheckpointError, ConfigError, UnknownNameError, add_note
 from dovetail.history import History
+from dovetail.history.journal import RunJournal, RunState, journal_path
+from dovetail.runtime.signals import Interrupted
 from dovetail.trainers import other_libraries
 from dovetail.trainers.fitting import restoring
 from dovetail.trainers.frozen import with_base
@@ -51,6 +53,7 @@ class Saver:
         improved: True if the last validation was the best and is not saved yet.
         validated: True if there was a validation since the last checkpoint.
         owes: True if a periodic checkpoint is due and not written yet.
+        journal: The journal beside the history file; None before the history is written.
     """
 
     directory: Path
@@ -69,6 +72,7 @@ class Saver:
     improved: bool = False
     owes: bool = False
     validated: bool = False
+    journal: RunJournal | None = None
     writer: store.AsyncWriter | None = None
     # The checkpoint that the thread is writing: callbacks are called when it is on the disk.
     writing: Path | None = None
@@ -142,12 +146,13 @@ class Saver:
         if not self.keep_history:
             return
         path = self.directory / f"{self.name}_history.jsonl"
+        self.journal = RunJournal(journal_path(path))
         try:
-            history.attach(path)
+            history.attach(path, self.journal)
         except ConfigError as error:
             damaged = damaged_name(path)
             path.rename(damaged)
-            history.attach(path)
+            history.attach(path, self.journal)
             warnings.warn(store.CheckpointWarning(f"{error}; it is kept as {damaged.name}"), stacklevel=2)
 
     def prune(self, metrics: Mapping[str, float]) -> None:
@@ -177,6 +182,45 @@ class Saver:
         # Of several validation sets, the first one decides.
         known += [name for end in ("_accuracy", "_loss") for name in metrics if name.endswith(end)]
         return self.monitor or (known[0] if known else "valid_loss")
+
+
+def start_history(trainer: Trainer) -> None:
+    """Attach the history file of a run, and write the start of the run with its settings to the journal beside it."""
+    context, saver = trainer.context, trainer.context.run.saver
+    if saver is None or not context.process.is_main:
+        return
+    saver.attach(context.history)
+    if saver.journal is None:
+        return
+    from dovetail.tracking.hyperparameters import hyperparameters_of
+
+    facts: dict[str, Any] = {"run": context.run.id, "settings": hyperparameters_of(context)}
+    # The forecast of an epoch is for one process.
+    if not context.process.has_peers:
+        # A part of the user may fail outside of a step; the run must not depend on its description.
+        with contextlib.suppress(Exception):
+            facts["explain"] = str(trainer.explain())
+    saver.journal.start(facts, is_new=context.progress.batches == 0)
+
+
+@contextlib.contextmanager
+def ending_journal(trainer: Trainer) -> Iterator[None]:
+    """Write to the journal how the run of this block has ended."""
+    run = trainer.context.run
+    before = None if run.saver is None else run.saver.journal
+    state: RunState = "finished"
+    reason = None
+    try:
+        yield
+    except BaseException as error:
+        state = "interrupted" if isinstance(error, (Interrupted, KeyboardInterrupt)) else "failed"
+        reason = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        journal = None if run.saver is None else run.saver.journal
+        # The journal of an earlier `fit`, if this one failed before it started.
+        if journal is not None and journal is not before:
+            journal.end(state, reason)
 
 
 def checkpoint(trainer: Trainer, *, due: bool, final: bool = False) -> None:

@@ -23,6 +23,7 @@ PURPOSES: Mapping[str, str] = {
     "neptune": "NeptuneLogger",
     "search": "experiments",
     "dashboard": "dovetail dashboard",
+    "ui": "dovetail ui",
     "postgres": "experiments on a PostgreSQL server",
     "ray": "trials and clients on a Ray cluster",
     "flower": "federations on Flower nodes",

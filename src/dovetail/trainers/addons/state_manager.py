@@ -33,7 +33,7 @@ class StateManagerAddon(AddOnBase, BestWeights):
         ...     )
         ...     _ = trainer.fit((x, y))
         ...     sorted(path.name for path in Path(folder).iterdir())
-        ['ck_epoch_1_iter_1', 'ck_history.jsonl', 'model.safetensors']
+        ['ck_epoch_1_iter_1', 'ck_history.jsonl', 'ck_run.jsonl', 'model.safetensors']
     """
 
     def __init__(

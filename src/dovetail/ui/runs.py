@@ -1,0 +1,306 @@
+"""Runs for the page: their state, curves and summary, found in folders or given by trials of a store."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dovetail.history.journal import JournalReader, RunState, journal_path
+from dovetail.history.metrics import mode_or_none
+from dovetail.ui.columns import BATCH_LOSS, Columns, Numbers
+from dovetail.ui.readers import HistoryReader, ReportsReader
+from dovetail.ui.series import downsample
+
+SPARK_POINTS = 30
+_SKIPPED = frozenset((".git", "__pycache__", "node_modules", "site-packages"))
+_DEEPEST = 12
+# Seconds after its last row in which a run without a journal counts as running.
+_RECENT = 60.0
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """Summary of a run for a table.
+
+    Attributes:
+        key: The identifier of the run in addresses.
+        name: The path of its folder below the given folder, or the number of a trial.
+        group: The experiment that it belongs to; empty if none.
+        state: Its state.
+        started: The time of its first start; None if unknown.
+        seconds: Its duration up to now or to its end; None if unknown.
+        epochs: The number of finished epochs.
+        batches: The number of batches.
+        metric: The metric by which it is judged; empty if it has none.
+        best: The best value of this metric.
+        last: The newest value of this metric.
+        spark: Some values of this metric, for a small picture.
+        error: Why it failed, or why it cannot be read.
+    """
+
+    key: str
+    name: str
+    group: str
+    state: RunState
+    started: float | None = None
+    seconds: float | None = None
+    epochs: int | None = None
+    batches: int | None = None
+    metric: str = ""
+    best: float | None = None
+    last: float | None = None
+    spark: tuple[float, ...] = ()
+    error: str = ""
+
+
+@dataclass
+class Run:
+    """A run that is followed.
+
+    Attributes:
+        key: The identifier of the run in addresses.
+        name: A name for people.
+        folder: The folder of its files.
+        root: The folder that was given to the page, which no path may leave.
+        reader: The reader of its metrics.
+        journal: The reader of its journal; None for a trial.
+        group: The experiment that it belongs to; empty if none.
+        version: Increases with every change.
+    """
+
+    key: str
+    name: str
+    folder: Path
+    root: Path
+    reader: HistoryReader | ReportsReader
+    journal: JournalReader | None = None
+    group: str = ""
+    version: int = 0
+    used: float = 0.0
+    trial_state: RunState | None = None
+    trial_times: tuple[float | None, float | None] = (None, None)
+    trial_settings: dict[str, Any] = field(default_factory=dict)
+    trial_reason: str = ""
+    is_read: bool = False
+    is_released: bool = False
+    _summary: tuple[int, RunSummary] | None = None
+    _seen: tuple[Any, ...] = ()
+    _state: RunState = "unknown"
+
+    def poll(self) -> bool:
+        """Read what is new, and return whether anything has changed."""
+        seen = (_stamp(self.reader.path), None if self.journal is None else _stamp(self.journal.path))
+        changed = False
+        if seen != self._seen or not self.is_read:
+            self._seen = seen
+            changed = self.reader.update() or not self.is_read
+            self.is_released = False
+            if self.journal is not None:
+                changed = self.journal.update() or changed
+            self.is_read = True
+        state = self.state()
+        if state != self._state:
+            self._state, changed = state, True
+        if changed:
+            self.version += 1
+        return changed
+
+    def load(self) -> Columns:
+        """Return all numbers of the run; they are read again if `release` has freed them."""
+        if self.is_released:
+            self.is_released = False
+            self.reader.update()
+        return self.reader.columns
+
+    def release(self) -> None:
+        """Free the memory of the numbers; the summary is kept."""
+        self.summary()
+        self.reader.forget()
+        self.is_released = True
+
+    def state(self) -> RunState:
+        """Return the state of the run."""
+        if self.trial_state is not None:
+            return self.trial_state
+        if self.journal is None or not self.journal.start:
+            stamp = _stamp(self.reader.path)
+            is_recent = stamp is not None and time.time() - stamp[1] / 1e9 < _RECENT
+            return "running" if is_recent else "unknown"
+        return self.journal.state()
+
+    @property
+    def id(self) -> str:
+        """A short form of the key, for addresses."""
+        return short_id(self.key)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the run worked when it was last polled."""
+        return self._state == "running"
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The settings of the run by name."""
+        return self.journal.settings if self.journal is not None else self.trial_settings
+
+    @property
+    def times(self) -> Mapping[int, float] | None:
+        """The times of rows by their number; None means that the rows have their times."""
+        if self.journal is None:
+            return None
+        start = self.journal.first_start
+        # The time axis starts with the run, not with its first row.
+        return self.journal.times if start is None else {0: start, **self.journal.times}
+
+    def series(self, metric: str, x: str) -> tuple[Numbers, Numbers]:
+        """Return the positions and values of a metric; see `Columns.series`."""
+        self.used = time.monotonic()
+        columns = self.load()
+        if x == "samples":
+            size = self.settings.get("batch_size")
+            places, values = columns.series(metric, "batches", self.times)
+            if not isinstance(size, (int, float)) or isinstance(size, bool):
+                return places[:0], values[:0]
+            return places * float(size), values
+        return columns.series(metric, x, self.times)
+
+    def summary(self) -> RunSummary:
+        """Return what a table shows; it is computed again only after a change."""
+        if self._summary is None or self._summary[0] != self.version:
+            self._summary = self.version, self._summarize()
+        found = self._summary[1]
+        if found.state != "running":
+            return found
+        # The duration of a running run grows without a change of its files.
+        return RunSummary(**{**vars(found), "seconds": self._seconds()})
+
+    def _summarize(self) -> RunSummary:
+        columns = self.load()
+        metric = main_metric(columns.metrics())
+        values = columns.values(metric)
+        mode = mode_or_none(metric) or "min"
+        finite = values[abs(values) < math.inf]
+        _, spark = downsample(values, values, SPARK_POINTS)
+        started, _ = self._times()
+        end = {} if self.journal is None else self.journal.end
+        error = self.reader.problem or str(end.get("error") or self.trial_reason)
+        return RunSummary(
+            key=self.key,
+            name=self.name,
+            group=self.group,
+            state=self.state(),
+            started=started,
+            seconds=self._seconds(),
+            epochs=columns.furthest("epoch"),
+            batches=columns.furthest("batches") or len(columns.losses) or None,
+            metric=metric,
+            best=float(finite.min() if mode == "min" else finite.max()) if len(finite) else None,
+            last=float(values[-1]) if len(values) else None,
+            spark=tuple(float(f"{value:.4g}") for value in spark if math.isfinite(value)),
+            error=error,
+        )
+
+    def _times(self) -> tuple[float | None, float | None]:
+        """Return when the run started and when it ended; None if unknown or still running."""
+        if self.journal is None:
+            return self.trial_times
+        last = self.journal.end.get("end") or self.journal.last_sign
+        return self.journal.first_start, last
+
+    def _seconds(self) -> float | None:
+        started, ended = self._times()
+        if started is None:
+            return None
+        until = time.time() if self.state() == "running" else ended
+        return None if until is None else max(0.0, until - started)
+
+
+@functools.cache
+def short_id(key: str) -> str:
+    """Return a short identifier for a key, without special characters."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:10]
+
+
+def main_metric(metrics: list[str]) -> str:
+    """Return the metric by which a run is judged: an accuracy or loss of validation if there is one.
+
+    Example:
+        >>> main_metric(["train_loss", "train_lr", "valid_loss", "valid_accuracy"])
+        'valid_accuracy'
+    """
+    for name in ("valid_accuracy", "valid_loss"):
+        if name in metrics:
+            return name
+    others = [name for name in metrics if not name.startswith("train_") and name != BATCH_LOSS]
+    for known in (others, metrics):
+        for name in known:
+            if mode_or_none(name) is not None:
+                return name
+    return metrics[0] if metrics else ""
+
+
+@dataclass(frozen=True)
+class FoundFolder:
+    """A folder below a given one.
+
+    Attributes:
+        path: The folder.
+        names: The names of its files and folders, without links.
+        histories: Its history files.
+    """
+
+    path: Path
+    names: frozenset[str]
+    histories: tuple[Path, ...]
+
+
+def find_folders(root: Path) -> Iterator[FoundFolder]:
+    """Yield the folders below a folder, and the folder itself. Links are not followed; checkpoints are left out."""
+    waiting = [(root, 0)]
+    while waiting:
+        folder, depth = waiting.pop()
+        try:
+            with os.scandir(folder) as entries:
+                found = {entry.name: entry for entry in entries if not entry.is_symlink()}
+        except OSError:
+            continue
+        if "manifest.json" in found or "pyvenv.cfg" in found:
+            continue
+        histories = [name for name in sorted(found) if name.endswith(".jsonl") and "history" in name]
+        yield FoundFolder(folder, frozenset(found), tuple(folder / name for name in histories if found[name].is_file()))
+        if depth < _DEEPEST:
+            below = sorted((name for name in found if name not in _SKIPPED), reverse=True)
+            waiting += [(folder / name, depth + 1) for name in below if found[name].is_dir()]
+
+
+def run_of(history: Path, root: Path, place: int = 0) -> Run:
+    """Return the run of a history file below a folder.
+
+    Args:
+        history: The file.
+        root: The folder that was given to the page.
+        place: The number of this folder among all given ones.
+    """
+    folder = history.parent
+    relative = folder.relative_to(root).as_posix()
+    name = root.name if relative == "." else relative
+    prefix = history.stem.removesuffix("history").rstrip("_")
+    if prefix not in ("", "ck"):
+        name = f"{name}/{prefix}"
+    key = f"{place}:{history.relative_to(root).as_posix()}"
+    return Run(key, name, folder, root, HistoryReader(history), JournalReader(journal_path(history)))
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns, found.st_ino
