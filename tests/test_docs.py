@@ -233,7 +233,7 @@ def test_every_heading_of_the_faq_is_part_of_the_message_that_its_block_raises()
         code = "".join(re.findall(r"^```python\n(.*?)^```$", rest, re.DOTALL | re.MULTILINE))
         calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
         messages = [ast.literal_eval(call.args[0]) for call in calls if ast.unparse(call.func) == "says"]
-        # An ellipsis stands for any text.
+        # An ellipsis matches any text.
         pattern = ".*".join(re.escape(part.strip()) for part in heading.split("…"))
         if not messages or not all(re.search(pattern, message) for message in messages):
             wrong.append(heading)

@@ -1,4 +1,4 @@
-"""Runs the blocks of `docs/howto/timm.md`: `python timm_page.py`, in a process of its own."""
+"""Runs the blocks of `docs/howto/timm.md`: `python timm_page.py`, in a separate process."""
 
 from __future__ import annotations
 

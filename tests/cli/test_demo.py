@@ -164,7 +164,7 @@ print_command("dovetail experiment create dovetail-demo/experiment/search.yaml d
 
 
 def on_a_terminal(columns: int, program: str) -> str:
-    """What a program prints on a terminal of this width."""
+    """Return the output of a program on a terminal of this width."""
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": str(columns)}
     shown = b""

@@ -97,7 +97,7 @@ def test_a_resumed_run_has_the_rates_and_weights_of_an_uninterrupted_one(tmp_pat
     whole_rates = rates(whole, Epochs(3))
     saved = {**settings, "checkpoint_dir": tmp_path}
     interrupted = make(**saved)
-    # The stop comes from a callback, so that the planned length is that of the whole run.
+    # The stop comes from a callback, so that the planned length covers the whole run.
     interrupted.context.callbacks.add(StopAt(11))
     rates(interrupted, Epochs(3))
     resumed = make(**saved)
