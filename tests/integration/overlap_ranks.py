@@ -83,7 +83,7 @@ class Net(nn.Module):
         return hidden
 
     def _count(self, gradient: Tensor) -> None:
-        self.early.append(sum(it._num_sent for it in self.trainer[0]._overlapping))
+        self.early.append(sum(it._num_sent for it in self.trainer[0]._exchanges.overlapping))
 
 
 def flat(module: nn.Module) -> list[float]:

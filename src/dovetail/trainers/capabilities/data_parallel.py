@@ -20,9 +20,9 @@ from dovetail.errors import ConfigError
 from dovetail.runtime.seeds import derive_seed
 from dovetail.trainers.base import Launcher
 from dovetail.trainers.capabilities.auto_batch import AutoBatch
-from dovetail.trainers.capabilities.compression import Compression, as_compression, mean_state, unit_of
+from dovetail.trainers.capabilities.compression import Compression, as_compression
 from dovetail.trainers.capabilities.core import Capability
-from dovetail.trainers.capabilities.exchange import GradientExchange
+from dovetail.trainers.capabilities.exchanges import Exchanges
 from dovetail.trainers.capabilities.timed import Timed
 from dovetail.trainers.context import Stage
 from dovetail.trainers.devices import check_device
@@ -65,18 +65,13 @@ class DataParallel(Capability):
 
     num_processes: int | None
     max_restarts: int
-    _bucket_size: int
     _syncs_norms: bool
     _norm_sync: NormSync | None
-    _compression: Compression | None
-    # The compression's state of a checkpoint, by the number of the optimizer, until its gradients are first averaged.
-    _saved_compression: dict[str, Any]
+    _is_compressed: bool
     _devices: list[torch.device]
     _group: Group | None
     _turn: _StepState
-    _exchanges: dict[int, GradientExchange]
-    # Those that can send gradients while the backward pass runs.
-    _overlapping: list[GradientExchange]
+    _exchanges: Exchanges
 
     def __init__(
         self,
@@ -97,16 +92,14 @@ class DataParallel(Capability):
         self.max_restarts = max_restarts
         if not isinstance(sync_batchnorm, bool):
             raise ConfigError(f"sync_batchnorm: expected True or False, got {sync_batchnorm!r}")
-        self._bucket_size = bucket_size
         self._syncs_norms, self._norm_sync = sync_batchnorm, None
-        self._compression = as_compression(compression)
-        self._saved_compression = {}
+        form = as_compression(compression)
+        self._is_compressed = form is not None
         self._devices = []
         self._group = None
         self._turn = _StepState()
-        self._exchanges = {}
-        self._overlapping = []
         super().__init__(*args, **kwargs)
+        self._exchanges = Exchanges(self.context, bucket_size, form)
 
     # ------------------------------------------------------------------ once per run
 
@@ -154,10 +147,8 @@ class DataParallel(Capability):
         if is_fresh and group.rank:
             # Dropout and augmentation must draw different numbers in every process.
             seed_everything(derive_seed(context.state["order_seed"], 0, group.rank, rule="rank"))
-        if self._compression is not None:
-            self._check_compression(self._compression, is_fresh=is_fresh)
         # Drop the state of a step that an error interrupted.
-        self._exchanges, self._overlapping = {}, []
+        self._exchanges.start_run(is_fresh=is_fresh)
         self._turn, context.run.batch.is_idle = _StepState(), False
 
     def teardown(self, error: BaseException | None) -> None:
@@ -172,7 +163,7 @@ class DataParallel(Capability):
                 self._norm_sync.remove()
                 self._norm_sync = None
             if group is not None:
-                self._close_exchanges()
+                self._exchanges.leave()
                 if isinstance(error, Exception):
                     group.leave()
                 self._group = None
@@ -188,8 +179,8 @@ class DataParallel(Capability):
             self._copy_buffers(group)
         state = super().state_dict()
         own = {"rng": rng_state(), **{name: state[name] for name in _OWN_PARTS}}
-        if self._compression is not None:
-            own["compression"] = self._compression_state()
+        if self._is_compressed:
+            own["compression"] = self._exchanges.compression_state()
         all_ranks = [own] if group is None else group.exchange(own)
         by_rank = {name: [each[name] for each in all_ranks] for name in own}
         return {**state, "epoch_start": join_positions(by_rank["epoch_start"]), "data_parallel": by_rank}
@@ -206,10 +197,9 @@ class DataParallel(Capability):
             # The first process continues the sums of all, so that the mean of the epoch counts every sample once.
             own = {"meter": _sum_of(saved["meter"]) if rank == 0 else Meter().state_dict()}
         super().load_state_dict({**state, **own})
-        if self._compression is not None and "compression" in saved:
+        if self._is_compressed and "compression" in saved:
             with restoring("data_parallel.compression"):
-                is_own = len(saved["compression"]) == size
-                self._saved_compression = saved["compression"][rank] if is_own else mean_state(saved["compression"])
+                self._exchanges.load_compression_state(saved["compression"], rank, size)
         if group is None:
             return
         if len(saved.get("rng", ())) == size:
@@ -274,8 +264,10 @@ class DataParallel(Capability):
         """Compute the gradients; in the loop's own backward pass of an update, send those that are complete."""
         run, turn = self.context.run, self._turn
         window = run.window
+        exchanges = self._exchanges
         # Not before the last backward pass: a step by hand may call it several times, and a window has several batches.
-        if not self._overlapping or kwargs or run.batch.optimized or not window.closes or turn.gradients is not None:
+        is_last = window.closes and not run.batch.optimized
+        if not exchanges.overlapping or kwargs or not is_last or turn.gradients is not None:
             super().backward(loss, **kwargs)
             return
         weight, factor = window.items if window.size > 1 else run.num_items, None
@@ -283,15 +275,11 @@ class DataParallel(Capability):
             factor = window.correction
         if self.context.progress.batch >= turn.own:
             weight = 0
-        for exchange in self._overlapping:
-            if self._compression is not None:
-                exchange.is_compressed = self._compression.applies(self.context.progress.updates)
-            exchange.open(weight, factor)
+        exchanges.open(weight, factor)
         try:
             super().backward(loss)
         finally:
-            for exchange in self._overlapping:
-                exchange.close()
+            exchanges.close()
 
     def clip_gradients(self, optimizer: Optimizer) -> None:
         """Average the gradients over all processes, then clip."""
@@ -413,16 +401,9 @@ class DataParallel(Capability):
         flags = _NO_STOP_REQUEST if context.run.stop_request is None else self._flags()
         # Tokens in two parts, because large numbers are not exact in float32.
         counts = [samples, *flags, tokens // _TOKEN_UNIT, tokens % _TOKEN_UNIT]
-        exchange = self._exchanges.get(id(optimizer))
-        extras = None
-        if self._compression is not None and exchange is not None:
-            exchange.is_compressed = self._compression.applies(context.progress.updates)
-        if exchange is not None and exchange.optimizer is optimizer:
-            extras = exchange.average(group, weight, counts)
-        if exchange is None or extras is None:
-            exchange = self._new_exchange(group, optimizer, weight)
-            extras = exchange.average(group, weight, counts)
-        context.run.batch.num_averaged = exchange.weight
+        extras, context.run.batch.num_averaged = self._exchanges.average(
+            group, optimizer, weight, counts, self._can_overlap
+        )
         if turn.extras is None:
             turn.extras = extras
 
@@ -432,38 +413,8 @@ class DataParallel(Capability):
         return plan is not None and any(isinstance(it, Tokens) for it in (plan.max_length, plan.validate, plan.save))
 
     def _prepare_exchanges(self, group: Group) -> None:
-        """Divide the gradients before the first batch, so that its gradients already travel in its backward pass."""
-        # A compression may need the weights of an update, which are known when it is averaged.
-        for optimizer in self.context.optimizers if self._compression is None else ():
-            if id(optimizer) not in self._exchanges:
-                self._new_exchange(group, optimizer, 0)
-
-    def _new_exchange(self, group: Group, optimizer: Optimizer, weight: Any) -> GradientExchange:
-        """Divide the gradients of an optimizer into buckets. A collective call."""
-        compression, position = self._compression, self._position(optimizer)
-        old = self._exchanges.get(id(optimizer))
-        if old is not None:
-            old.leave()
-        model = self.context.model
-        order = () if model is None else model.parameters()
-        saved, unit = self._saved_compression.pop(position, None), 1.0
-        if saved is not None:
-            unit = saved["unit"]
-        elif compression is not None and compression.needs_unit:
-            total = torch.tensor([float(weight)], dtype=torch.float64)
-            group.sum(total)
-            unit = unit_of(total.item())
-        exchange = GradientExchange(optimizer, order, self._bucket_size, compression, unit)
-        self._exchanges[id(optimizer)] = exchange
-        if saved is not None:
-            exchange.load_state_dict(saved)
-        exchange.is_compressed = compression is not None and compression.applies(self.context.progress.updates)
-        if group.size > 1:
-            exchange.prepare_overlap(group)
-        if not self._can_overlap():
-            exchange.stop_overlap()
-        self._overlapping = [it for it in self._exchanges.values() if it.overlaps]
-        return exchange
+        """Let the gradients of the first batch travel in its backward pass."""
+        self._exchanges.prepare(group, self._can_overlap)
 
     def _can_overlap(self) -> bool:
         """Return whether only the library's code runs between the end of a gradient and its average."""
@@ -474,34 +425,6 @@ class DataParallel(Capability):
         changing = {*trainer._customized_by("backward"), *outside} - {DataParallel, Timed}
         replaced = [it for it in layers(trainer) if vars(it).keys() & {"backward", "clip_gradients"}]
         return not changing and not replaced
-
-    def _close_exchanges(self) -> None:
-        """Remove the hooks, and store the state of the compression for another run."""
-        if self._compression is not None:
-            self._saved_compression = self._compression_state()
-        for exchange in self._exchanges.values():
-            exchange.leave()
-        self._exchanges, self._overlapping = {}, []
-
-    def _check_compression(self, compression: Compression, *, is_fresh: bool) -> None:
-        """Raise if the errors of a compression cannot be added to later gradients; a new run starts without errors."""
-        precision = self.context.precision
-        if compression.has_feedback and precision is not None and precision.scaler is not None:
-            raise ConfigError(
-                f"compression: {compression!r} adds the errors of one update to the next one, whose loss fp16 may "
-                "scale by another factor; use precision='bf16', or compression='fp16'"
-            )
-        if is_fresh:
-            self._saved_compression = {}
-
-    def _compression_state(self) -> dict[str, Any]:
-        running = {self._position(it.optimizer): it.state_dict() for it in self._exchanges.values()}
-        return {**self._saved_compression, **running}
-
-    def _position(self, optimizer: Optimizer) -> str:
-        """Return the name of an optimizer in a checkpoint: its number among those of the trainer."""
-        optimizers = self.context.optimizers
-        return str(optimizers.index(optimizer) if optimizer in optimizers else len(optimizers))
 
     def _flags(self) -> list[float]:
         """Return whether this process received a stop request, by SIGINT, by SIGTERM, as numbers."""
