@@ -35,7 +35,7 @@ LAYERS: list[Callable[[Any], Any]] = [
     partial(AMPTrainer, precision="bf16"),
     DDPTrainer,
     FSDPTrainer,
-    # What is compiled does not depend on the compiler.
+    # Without a compiler, to save time.
     partial(CompiledTrainer, backend="eager"),
     partial(PrivateTrainer, noise_seed=1),
     AutoBatchTrainer,
