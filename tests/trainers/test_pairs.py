@@ -35,7 +35,7 @@ LAYERS: list[Callable[[Any], Any]] = [
     partial(AMPTrainer, precision="bf16"),
     DDPTrainer,
     FSDPTrainer,
-    # The compiler has no influence on the choice of compiled parts.
+    # Without a compiler, to save time.
     partial(CompiledTrainer, backend="eager"),
     partial(PrivateTrainer, noise_seed=1),
     AutoBatchTrainer,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any, Literal, cast
 
@@ -15,12 +15,20 @@ from torch.optim import Optimizer
 
 from dovetail.errors import ConfigError
 from dovetail.trainers.base import Trainer
+from dovetail.trainers.capabilities.compile_limits import (
+    full_precision,
+    graph_obstacle,
+    has_own_step_function,
+    own_verb,
+    single_step_reason,
+    split_reason,
+    trained_by,
+)
 from dovetail.trainers.capabilities.core import Capability
 from dovetail.trainers.capabilities.data_parallel import DataParallel
 from dovetail.trainers.capabilities.timed import Timed
 from dovetail.trainers.context import Stage
 from dovetail.trainers.fitting import check_kind
-from dovetail.trainers.precision import Precision
 from dovetail.trainers.preserve_state import layers, with_parts
 from dovetail.trainers.strategies.loss_criterion import (
     BCEWithLogitsLossStrategy,
@@ -186,6 +194,7 @@ class Compiled(Capability):
             assert self._step is not None
             if self._waiting:
                 self._call_ahead(self._step, batch)
+            output: Outputs | None
             if self._coming:
                 output = self._coming.popleft()
             else:
@@ -264,7 +273,7 @@ class Compiled(Capability):
         assert context.model is not None
         modules = [context.model, *([self.criterion] if isinstance(self.criterion, nn.Module) else [])]
         is_split = self._split_reason() is not None
-        optimizer: Optimizer = GradientBuffers(_trained(context.optimizers)) if is_split else context.optimizers[0]
+        optimizer: Optimizer = GradientBuffers(trained_by(context.optimizers)) if is_split else context.optimizers[0]
         max_norm = 0.0 if is_split else self.options.gradient_clip
         dtype = None if context.precision is None else context.precision.dtype
         built_for = max_norm, dtype, is_split
@@ -304,7 +313,7 @@ class Compiled(Capability):
         """Return the graphs of the updates, by the id of their optimizer; graphs of an earlier epoch are kept."""
         context, trainer = self.context, self._run_layer
         is_scaled = context.precision is not None and context.precision.scaler is not None
-        if is_scaled or _own_verb(trainer, "optimizer_step"):
+        if is_scaled or own_verb(trainer, _TRANSPARENT, "optimizer_step"):
             # A scaler, or the code of a layer, decides whether an optimizer steps.
             return {}
         known, found = self._updates, {}
@@ -318,7 +327,7 @@ class Compiled(Capability):
     def _run(self, step: WholeStep, batch: Any) -> Outputs | None:
         """Run the graph of a batch; if gradients leave it, make the update by the trainer's verbs."""
         context, buffers = self.context, self._buffers
-        with _full_precision(context.precision):
+        with full_precision(context.precision):
             if buffers is None:
                 return step(batch)
             run, window = context.run, context.run.window
@@ -331,7 +340,7 @@ class Compiled(Capability):
                 scale=None if scaler is None else float(scaler.scale(torch.ones((), device=context.device))),
             )
             if not window.opens:
-                buffers.collect(_trained(context.optimizers))
+                buffers.collect(trained_by(context.optimizers))
             output = step(batch)
             if output is None:
                 return None
@@ -352,9 +361,13 @@ class Compiled(Capability):
         if not context.run.is_one_of_many:
             # One check per epoch costs little, except in many runs of a few steps each.
             return None
-        has_own_step = any(map(_has_own_step, layers(context.run.trainer)))
+        has_own_step = any(map(has_own_step_function, layers(context.run.trainer)))
         # The name of a loss may be registered by the user.
-        if has_own_step or _own_verb(context.run.trainer, "train_step") or "loss_criterion" in context.config:
+        if (
+            has_own_step
+            or own_verb(context.run.trainer, _TRANSPARENT, "train_step")
+            or "loss_criterion" in context.config
+        ):
             return None
         try:
             return read_by((context.model, self.criterion, self.strategies.training_step, context.config), _KNOWN)
@@ -370,7 +383,7 @@ class Compiled(Capability):
         context, options = self.context, self.options
         assert context.run.trainer is not None
         stack = list(layers(context.run.trainer))
-        if any(map(_has_own_step, stack)) or _own_verb(context.run.trainer, "train_step"):
+        if any(map(has_own_step_function, stack)) or own_verb(context.run.trainer, _TRANSPARENT, "train_step"):
             return None
         if options.sample_weight or options.class_weight is not None or options.target is not None:
             return None
@@ -423,7 +436,7 @@ class Compiled(Capability):
         # Moved by the outermost layer, as in the loop. The batches that the loop receives are then on the device, too.
         waiting[:] = [batch, *map(self.context.run.trainer.to_device, waiting[1:])]
         try:
-            with _full_precision(self.context.precision):
+            with full_precision(self.context.precision):
                 self._coming.extend(step.several(waiting) or ())
         except CannotCompileError as cause:
             self._is_one_by_one = True
@@ -433,21 +446,12 @@ class Compiled(Capability):
         """Return the reason against a graph, and the reason against several steps per call; None means no reason."""
         # The parts of one of many short runs do not change between its epochs.
         if self._causes is None or not self.context.run.is_one_of_many:
-            self._causes = self._graph_obstacle(), self._single_step_reason()
+            context, trainer, split = self.context, self._run_layer, self._split_reason()
+            self._causes = (
+                graph_obstacle(context, trainer, Compiled, _TRANSPARENT),
+                split or single_step_reason(context, trainer, _TRANSPARENT),
+            )
         return self._causes
-
-    def _single_step_reason(self) -> str | None:
-        """Return why every step must be a separate call, or None."""
-        context = self.context
-        callbacks = context.callbacks
-        if (reason := self._split_reason()) is not None:
-            return reason
-        for hook in (*callbacks.on_step_start, *callbacks.on_update, *callbacks.on_step_end):
-            return f"{_owner(hook)} has a hook for every step"
-        for bound in context.schedulers:
-            if bound.interval != "epoch":
-                return f"a schedule moves at every {bound.interval}"
-        return _own_verb(self._run_layer, "scheduler_step", "after_step")
 
     def _compute_output(self, batch: Any) -> Mapping[str, Any]:
         """Return the output of the inner layers' `train_step`, without its side effects on the context."""
@@ -463,32 +467,9 @@ class Compiled(Capability):
                 context.state.pop(name, None)
             context.state.update(shared)
 
-    def _graph_obstacle(self) -> str | None:
-        """Return why the run cannot use a graph, or None."""
-        context = self.context
-        if context.run.needs_closure:
-            return f"the optimizer {type(context.optimizers[0]).__name__} evaluates the loss itself"
-        if len(context.run.phases) > 1 or context.run.phase_at(context.progress.epoch).is_detached:
-            return "the run has phases, which train different parameters"
-        trainer = self._run_layer
-        return _outer_step(trainer) or _own_verb(trainer, "backward")
-
     def _split_reason(self) -> str | None:
         """Return why gradients must leave the graph before the update, or None."""
-        context = self.context
-        if context.run.window.size > 1:
-            return f"{context.run.window.size} batches share one update"
-        if len(context.optimizers) != 1:
-            return f"there are {len(context.optimizers)} optimizers"
-        if context.precision is not None and context.precision.scaler is not None:
-            return "a scaled loss may skip an update"
-        if context.process.has_peers:
-            return "several processes share an update"
-        for strategy in self.strategies.overriding("on_gradients"):
-            return f"{type(strategy).__name__} has a hook for gradients"
-        for hook in context.callbacks.on_gradients:
-            return f"{_owner(hook)} has a hook for gradients"
-        return _own_verb(self._run_layer, "clip_gradients", "optimizer_step")
+        return split_reason(self.context, self.strategies, self._run_layer, _TRANSPARENT)
 
     def _warn_once(self, message: str) -> None:
         """Warn, once per message."""
@@ -501,7 +482,7 @@ class Compiled(Capability):
 # `clip_gradients` of the data-parallel layer sends those that its `backward` did not send.
 _TRANSPARENT = (Compiled, DataParallel, Timed)
 _EAGER = "training continues without a graph: {}"
-# Relative differences of a loss that are due to rounding: a compiled graph has fewer roundings than single operations.
+# Relative differences of a loss that are due to rounding: a compiler keeps intermediate results in float32.
 _TOLERANCES: dict[torch.dtype | None, float] = {torch.bfloat16: 3e-2, torch.float16: 5e-3}
 _ONE_BY_ONE = "steps_per_call: each call makes only one step: {}"
 # Entries of `context.state` about the running batch.
@@ -533,38 +514,3 @@ class _NoVerbs:
 
     def __getattr__(self, name: str) -> Any:
         raise CannotCompileError(f"train_step optimises by itself, by {name}")
-
-
-def _outer_step(trainer: Trainer) -> str | None:
-    """Return a message if another class changes the step outside of the graph, else None."""
-    first = next(cls for cls in trainer._customized_by("train_step") if cls is not Timed)
-    return None if first is Compiled else f"{first.__name__} changes what train_step returns; put it inside"
-
-
-def _own_verb(trainer: Trainer, *verbs: str) -> str | None:
-    """Return a message if a class overrides one of some verbs that the graph replaces, else None."""
-    for verb in verbs:
-        for cls in trainer._customized_by(verb):
-            if cls not in _TRANSPARENT:
-                return f"{cls.__name__} has its own {verb}"
-    return None
-
-
-def _trained(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
-    """Return the parameters of some optimizers, each once."""
-    found = [it for optimizer in optimizers for group in optimizer.param_groups for it in group["params"]]
-    return list(dict.fromkeys(found))
-
-
-def _full_precision(precision: Precision | None) -> AbstractContextManager[Any]:
-    """Return a context manager that ends the autocast of the loop: a graph contains its own."""
-    return nullcontext() if precision is None else torch.autocast(precision.device_type, enabled=False)
-
-
-def _has_own_step(layer: Trainer) -> bool:
-    own = vars(layer)
-    return own.get("train_step") is not None or own.get("_train_step") is not None
-
-
-def _owner(hook: Any) -> str:
-    return type(getattr(hook, "__self__", hook)).__name__

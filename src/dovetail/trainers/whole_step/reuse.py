@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dovetail.trainers.whole_step.graph import State
 from dovetail.trainers.whole_step.sharing import Code, find_shared, settings_of_torch, share
 from dovetail.trainers.whole_step.stored import load_code, store_code
-from dovetail.trainers.whole_step.tracing import Backend
+from dovetail.trainers.whole_step.tracing import Backend, describe_batch
 
 
 def reuse_code(described: Any, backend: Backend, make: Callable[[], Code]) -> Code:
@@ -30,3 +35,44 @@ def reuse_code(described: Any, backend: Backend, make: Callable[[], Code]) -> Co
             store_code(key, code)
     share(key, code)
     return code
+
+
+def trace_key(
+    described: Any,
+    root: nn.Module,
+    optimizer: Optimizer,
+    states: Sequence[State],
+    given: Sequence[Tensor],
+    rest: tuple[Any, Any, Sequence[bool], Sequence[Any]],
+) -> Any:
+    """Return all inputs of the trace of a step, to find the code of an equal one; None if they are unknown.
+
+    Args:
+        described: All inputs of the computation besides tensors, or None.
+        root: All modules.
+        optimizer: The optimizer.
+        states: The parts of the optimizer's state that the trace has as inputs.
+        given: The tensors that the trace has as inputs.
+        rest: The clipping norm, the state of the step, the inputs of variable size, and the batches.
+    """
+    if described is None:
+        return None
+    max_norm, state, is_open, batches = rest
+    numbers = {id(it): number for number, it in enumerate(root.parameters())}
+    return (
+        described,
+        max_norm,
+        state,
+        list(is_open),
+        [describe_batch(batch)[1][0] for batch in batches],
+        type(optimizer),
+        [[numbers[id(it)] for it in group["params"]] for group in optimizer.param_groups],
+        [(numbers[id(parameter)], slot) for parameter, slot in states],
+        # With the names of shared weights.
+        [(name, numbers[id(it)]) for name, it in root.named_parameters(remove_duplicate=False)],
+        [name for name, _ in root.named_buffers()],
+        [(*_FORM(it), it.stride()) for it in given],
+    )
+
+
+_FORM = attrgetter("shape", "dtype", "device")

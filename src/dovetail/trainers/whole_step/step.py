@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import compress
@@ -16,6 +15,7 @@ from torch.fx import GraphModule
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
 
+from dovetail.trainers.whole_step.comparing import run_and_compare
 from dovetail.trainers.whole_step.gradients import GradientBuffers
 from dovetail.trainers.whole_step.graph import Graph, Outputs, Shorter, State, buffer_place, constant_place
 from dovetail.trainers.whole_step.limits import (
@@ -29,7 +29,7 @@ from dovetail.trainers.whole_step.limits import (
     ids,
     reject_changes,
 )
-from dovetail.trainers.whole_step.reuse import reuse_code
+from dovetail.trainers.whole_step.reuse import reuse_code, trace_key
 from dovetail.trainers.whole_step.rules import checked_rule, clipped, state_of
 from dovetail.trainers.whole_step.sharing import Code
 from dovetail.trainers.whole_step.tracing import (
@@ -38,6 +38,7 @@ from dovetail.trainers.whole_step.tracing import (
     compiled,
     cut,
     describe_batch,
+    drop_unused_inputs,
     empty_like,
     fake_inputs,
     lift_constants,
@@ -227,7 +228,7 @@ class WholeStep:
         if self._is_unchecked:
             self._is_unchecked = False
             if self._read is None or self._read != graph.read:
-                (outputs,) = self._run_and_compare(graph, leaves, lambda: [self._expected(batch)], changes=False)
+                (outputs,) = run_and_compare(graph, leaves, lambda: [self._expected(batch)], self._tolerance)
                 graph.read = self._read
                 return outputs
         return _named(graph, leaves)
@@ -260,8 +261,12 @@ class WholeStep:
         graph = self._compile(batches, leaves)
         for each in (graph, single):
             self._refresh(each)
-        outputs = self._run_and_compare(
-            graph, leaves, lambda: [output for found, _ in read for output in single.outputs(found)], changes=True
+        outputs = run_and_compare(
+            graph,
+            leaves,
+            lambda: [output for found, _ in read for output in single.outputs(found)],
+            self._tolerance,
+            changes=True,
         )
         single.several[len(batches)] = graph
         return outputs
@@ -311,7 +316,7 @@ class WholeStep:
         if shorter.is_proven:
             return _named(graph, leaves)
         try:
-            (outputs,) = self._run_and_compare(graph, leaves, lambda: [self._expected(batch)], changes=False)
+            (outputs,) = run_and_compare(graph, leaves, lambda: [self._expected(batch)], self._tolerance)
         except CannotCompileError:
             single.shorter = Shorter(None)
             return None
@@ -385,8 +390,10 @@ class WholeStep:
         is_open = [False] * len(given) + (list(is_cut) or [False] * len(leaves))
         # If two inputs were one tensor here, they would be compiled as one input, but may differ in the next batch.
         given += [empty_like(it) for it in leaves]
-        key = self._sharing_key(batches, list(buffers), states, given, is_open)
-        code = reuse_code(key, self._backend, lambda: self._make_code(batches, list(buffers), states, given, is_open))
+        key = self._describe and trace_key(
+            self._describe(), self._root, optimizer, states, given, (self.max_norm, self._state(), is_open, batches)
+        )
+        code = reuse_code(key, self._backend, lambda: self._make_code(given, is_open, batches, list(buffers), states))
         used = iter(code.is_used)
         return Graph(
             code.call,
@@ -403,53 +410,13 @@ class WholeStep:
             places=[constant_place(self._spaces, it) for it in kept],
         )
 
-    def _sharing_key(
-        self,
-        batches: Sequence[Any],
-        buffer_names: list[str],
-        states: list[State],
-        given: list[Tensor],
-        is_open: list[bool],
-    ) -> Any:
-        """Return all inputs of a trace, to find the code of another step with equal ones; None if they are unknown."""
-        described = None if self._describe is None else self._describe()
-        if described is None:
-            return None
-        numbers = {id(it): number for number, it in enumerate(self._parameters.values())}
-        return (
-            described,
-            self.max_norm,
-            type(self.optimizer),
-            [[numbers[id(it)] for it in group["params"]] for group in self.optimizer.param_groups],
-            [(numbers[id(parameter)], slot) for parameter, slot in states],
-            self._state(),
-            # With the names of shared weights.
-            [(name, numbers[id(it)]) for name, it in self._root.named_parameters(remove_duplicate=False)],
-            buffer_names,
-            [(*_FORM(it), it.stride()) for it in given],
-            is_open,
-            [describe_batch(batch)[1][0] for batch in batches],
-        )
-
-    def _make_code(
-        self,
-        batches: Sequence[Any],
-        buffer_names: list[str],
-        states: list[State],
-        given: list[Tensor],
-        is_open: list[bool],
-    ) -> Code:
-        """Trace and compile consecutive steps; the arguments are those of `_trace`."""
+    def _make_code(self, given: list[Tensor], is_open: list[bool], *step: Any) -> Code:
+        """Trace and compile consecutive steps; `step` are the other arguments of `_trace`, in its order."""
         with reject_changes(self._spaces):
-            traced, names, fixed = self._traced(batches, buffer_names, states, given, is_open)
+            traced, names, fixed = self._traced(*step, given, is_open)
         constants = lift_constants(traced)
         draws = lift_draws(traced)
-        places = [node for node in traced.graph.nodes if node.op == "placeholder"]
-        is_used = [bool(node.users) for node in places]
-        for node in places:
-            if not node.users:
-                traced.graph.erase_node(node)
-        traced.recompile()
+        places, is_used = drop_unused_inputs(traced)
         drawn = [empty_like(node.meta["val"]) for node in places[len(given) + len(constants) :]]
         # Compile the calls of kernels, too: from Python they take longer than a tiny kernel.
         in_one = all(it.device.type == "cpu" for it in given)
@@ -565,44 +532,7 @@ class WholeStep:
         with _reparametrize_module(self._root, copies, tie_weights=True):
             return self._compute(batch)
 
-    def _run_and_compare(
-        self, graph: Graph, leaves: list[Tensor], expect: Callable[[], Sequence[Mapping[str, Any]]], *, changes: bool
-    ) -> list[Outputs]:
-        """Run a graph and check that its losses are the expected ones; if not, restore everything and raise.
 
-        Args:
-            graph: The graph to run.
-            leaves: The tensors of its batches.
-            expect: Returns the expected outputs.
-            changes: True if `expect` makes updates.
-        """
-        # Python's and numpy's generators are not needed: a step that uses them cannot be compiled.
-        randomness, written = _torch_generators(), graph.written()
-        before = [value.detach().clone() for value in written]
-
-        def restore(*, weights: bool = True) -> None:
-            for generator, state in randomness:
-                generator.set_state(state)
-            if weights:
-                with torch.no_grad():
-                    torch._foreach_copy_(written, before)
-
-        expected = expect()
-        restore(weights=changes)
-        try:
-            outputs = graph.outputs(leaves)
-        except Exception as error:
-            cause = f"the graph of the step fails ({first_line(error)})"
-        else:
-            pairs = zip(outputs, expected, strict=True)
-            if all(_agree(found, due, graph.fixed, self._tolerance) for found, due in pairs):
-                return outputs
-            cause = "the step computes something that changes from call to call independently of its batch and weights"
-        restore()
-        raise CannotCompileError(cause)
-
-
-_FORM = attrgetter("shape", "dtype", "device")
 _PARAMS, _RATE = itemgetter("params"), itemgetter("lr")
 _TRAINING, _REQUIRES_GRAD = attrgetter("training"), attrgetter("requires_grad")
 
@@ -610,17 +540,3 @@ _TRAINING, _REQUIRES_GRAD = attrgetter("training"), attrgetter("requires_grad")
 def _named(graph: Graph, leaves: list[Tensor]) -> Outputs:
     """Make the update of one batch, and return its outputs."""
     return dict(zip(graph.names, graph.run(leaves)), **graph.fixed)  # noqa: B905 - `strict` costs time at every step
-
-
-def _torch_generators() -> list[tuple[torch.Generator, Tensor]]:
-    """Return torch's generators of all devices in use, with their states."""
-    # There are none of CUDA before its first use. Only the types that Inductor compiles for have a tuple of them.
-    generators = (torch.default_generator, *torch.cuda.default_generators, *torch.xpu.default_generators)
-    return [(generator, generator.get_state()) for generator in generators]
-
-
-def _agree(outputs: Outputs, expected: Mapping[str, Any], fixed: Mapping[str, Any], tolerance: float) -> bool:
-    """Return whether a graph computed the expected loss, up to rounding, and the same outputs that are not tensors."""
-    loss, due = float(outputs["loss"]), float(expected["loss"].detach())
-    is_near = math.isclose(loss, due, rel_tol=tolerance, abs_tol=tolerance / 10) or not math.isfinite(due)
-    return is_near and all(expected.get(name) == value for name, value in fixed.items())

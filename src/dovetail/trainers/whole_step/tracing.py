@@ -158,6 +158,17 @@ def naming_update(optimizer: Optimizer) -> Iterator[None]:
         raise CannotCompileError(cause) from error
 
 
+def drop_unused_inputs(traced: GraphModule) -> tuple[list[Node], list[bool]]:
+    """Remove inputs that a graph does not use; return all former inputs, and which of them are used."""
+    places = [node for node in traced.graph.nodes if node.op == "placeholder"]
+    is_used = [bool(node.users) for node in places]
+    for node in places:
+        if not node.users:
+            traced.graph.erase_node(node)
+    traced.recompile()
+    return places, is_used
+
+
 def lift_constants(traced: GraphModule) -> list[Tensor]:
     """Turn tensors that are neither in the modules nor in the batch into inputs, so that the graph uses no copies."""
     found: dict[str, tuple[Node, Tensor]] = {}

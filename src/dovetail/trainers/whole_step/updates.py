@@ -16,7 +16,15 @@ from dovetail.trainers.whole_step.limits import CannotCompileError, check_memory
 from dovetail.trainers.whole_step.reuse import reuse_code
 from dovetail.trainers.whole_step.rules import checked_rule, state_of
 from dovetail.trainers.whole_step.sharing import Code
-from dovetail.trainers.whole_step.tracing import Backend, compiled, empty_like, fake_inputs, naming_update, uncompiled
+from dovetail.trainers.whole_step.tracing import (
+    Backend,
+    compiled,
+    drop_unused_inputs,
+    empty_like,
+    fake_inputs,
+    naming_update,
+    uncompiled,
+)
 
 # An optimizer with more combinations of used parameters than this is updated eagerly.
 _MOST_GRAPHS = 4
@@ -153,12 +161,7 @@ class UpdateStep:
         except Exception as error:
             cause = f"the update of {type(optimizer).__name__} cannot be traced ({first_line(error)})"
             raise CannotCompileError(cause) from error
-        places = [node for node in traced.graph.nodes if node.op == "placeholder"]
-        is_used = [bool(node.users) for node in places]
-        for node in places:
-            if not node.users:
-                traced.graph.erase_node(node)
-        traced.recompile()
+        _, is_used = drop_unused_inputs(traced)
         if self._backend == "eager":
             return Code(uncompiled(traced), tuple(is_used))
         in_one = all(it.device.type == "cpu" for it in given)
