@@ -64,6 +64,13 @@ def test_a_sharded_model_trains_as_one_process(results: Results, name: str, tole
 
 
 @sizes
+def test_recomputed_blocks_give_the_bits_of_a_sharded_run_without_them(results: Results, size: int) -> None:
+    for each in results[size]:
+        found = each["recomputed_blocks"]
+        assert found["recomputed"] == [found["stored"]] * 2
+
+
+@sizes
 def test_a_loss_is_weighted_by_its_items(results: Results, size: int) -> None:
     for each in results[size]:
         assert each["counted_items"]["weights"] == nearly(results[1][0]["counted_items"]["weights"], 1e-12)
