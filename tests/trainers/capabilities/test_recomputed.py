@@ -24,6 +24,8 @@ from dovetail.trainers.capabilities import ActivationCheckpointing
 class Block(nn.Module):
     """Every kind of state that a second computation could spoil: dropout, batch norm, power iterations."""
 
+    mask: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(12, 24)
@@ -115,12 +117,13 @@ def test_only_the_chosen_blocks_are_computed_twice(problem: Problem, choice: Any
     assert [block.calls for block in model.blocks] == calls
 
 
-class Storage(TorchDispatchMode):
+class Storage(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The most bytes of new tensors that are alive at once."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = 0
+        self.peak = 0
         self.seen: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -144,7 +147,8 @@ def test_fewer_stored_activations_lower_the_peak_of_memory() -> None:
     x, y = torch.randn(2048, 6), torch.zeros(2048, dtype=torch.long)
 
     def peak(trainer: Any) -> int:
-        with Storage() as storage:
+        storage = Storage()
+        with storage:
             trainer.fit([(x, y)], max_length=Epochs(1))
         return storage.peak
 

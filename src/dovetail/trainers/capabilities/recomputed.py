@@ -103,7 +103,7 @@ class ActivationCheckpointing(Capability):
             # Not a wrapper module: the keys of the state and the types of the modules must not change.
             vars(block)["forward"] = _Recomputed(block, block.forward, keep)
             self._replaced.append((block, before))
-        config = getattr(model, "config", None)
+        config: Any = getattr(model, "config", None)
         if getattr(config, "use_cache", False) is True:
             # A block of transformers would append its keys and values to the cache a second time.
             config.use_cache, self._uncached = False, config
@@ -144,7 +144,7 @@ class _Recomputed:
         buffers = dict(self._block.named_buffers())
         # A compiled graph keeps the buffers right itself: it computes again only what has no effects.
         if not buffers or is_compiling:
-            context = {"context_fn": partial(_selective, self._keep)} if self._keep else {}
+            context: dict[str, Any] = {"context_fn": partial(_selective, self._keep)} if self._keep else {}
             return checkpoint(self._forward, *args, use_reentrant=False, **context, **kwargs)
         changing = self._changing
         copies = {name: it.clone() for name, it in buffers.items() if changing is None or name in changing}
@@ -210,8 +210,8 @@ def _selective(keep: list[Any]) -> Contexts:
         is_stored = operator in keep and not _draws(operator, args, kwargs)
         return CheckpointPolicy.MUST_SAVE if is_stored else CheckpointPolicy.PREFER_RECOMPUTE
 
-    first, second = create_selective_checkpoint_contexts(policy)
-    return first, second
+    contexts: Contexts = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+    return contexts
 
 
 def _draws(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

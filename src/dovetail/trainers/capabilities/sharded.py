@@ -207,7 +207,7 @@ class ShardedDataParallel(DataParallel):
         # Optimizers of an earlier run, or given as objects, still have the whole parameters.
         divided = {id(before): after for before, after in self._sharded_parameters}
         for optimizer in context.optimizers:
-            _replace_parameters(optimizer, divided)
+            replace_parameters(optimizer, divided)
             _divide_state(optimizer)
         self._sharded_parameters = []
         context.process.peers = _Parts(group, self._mesh)
@@ -359,7 +359,8 @@ def _scale(gradient: Tensor, factor: float) -> None:
         gradient.mul_(factor)
 
 
-def _replace_parameters(optimizer: Optimizer, divided: Mapping[int, Tensor]) -> None:
+def replace_parameters(optimizer: Optimizer, divided: Mapping[int, Tensor]) -> None:
+    """Replace parameters of an optimizer, by their ids, and keep their state."""
     for group in optimizer.param_groups:
         group["params"][:] = [divided.get(id(parameter), parameter) for parameter in group["params"]]
     for parameter in [parameter for parameter in optimizer.state if id(parameter) in divided]:
