@@ -12,6 +12,7 @@ import typer
 
 from dovetail.cli.output import print_json, print_line
 from dovetail.errors import ConfigError
+from dovetail.printing import show_bytes
 
 if TYPE_CHECKING:
     from dovetail.trainers.memory_plan import MemoryPlan
@@ -62,8 +63,6 @@ def parse_bytes(text: str) -> int:
 
 
 def _table(plan: MemoryPlan) -> list[str]:
-    from dovetail.trainers.memory_plan import show_bytes
-
     processes = "one process" if plan.num_processes == 1 else f"each of {plan.num_processes} processes, {plan.strategy}"
     lines = [f"memory of {processes}, batches of {plan.batch_size}"]
     for kind, size in plan.kinds.items():

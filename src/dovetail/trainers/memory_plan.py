@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dovetail.callbacks import Callbacks
 from dovetail.errors import ConfigError
+from dovetail.printing import show_bytes
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.capabilities import DataParallel, ShardedDataParallel
 from dovetail.trainers.capabilities.sharded import replace_parameters
@@ -472,14 +473,6 @@ class _Block:
         if self._is_gathered:
             self._is_gathered = False
             self._layer.tracker.now["gathered"] -= self._size
-
-
-def show_bytes(size: int) -> str:
-    """Return a number of bytes with a decimal unit, such as `1.50 GB`."""
-    for exponent, unit in ((12, "TB"), (9, "GB"), (6, "MB"), (3, "kB")):
-        if size >= 10**exponent:
-            return f"{size / 10**exponent:,.2f} {unit}"
-    return f"{size} B"
 
 
 def _collectives(tracker: _Tracker, size: int, parallel: DataParallel | None, window: int) -> dict[str, int]:
