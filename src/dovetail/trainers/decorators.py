@@ -399,6 +399,7 @@ class FSDPTrainer(ShardedDataParallel, TrainerDecorator):
         shard: The modules that are gathered and sharded as a whole: classes of modules, a predicate of a module, or
             None for every direct child of the model.
         reshard_after_forward: True to free the gathered parameters between forward and backward, too.
+        cpu_offload: True to keep shards, gradients and the optimizer's state in the memory of the host.
 
     Example:
         >>> import torch

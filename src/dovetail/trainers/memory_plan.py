@@ -26,6 +26,7 @@ from dovetail.errors import ConfigError
 from dovetail.printing import show_bytes
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.capabilities import DataParallel, ShardedDataParallel
+from dovetail.trainers.capabilities.deferred import is_deferred
 from dovetail.trainers.capabilities.sharded import replace_parameters
 from dovetail.trainers.decorators import TrainerDecorator
 from dovetail.trainers.preserve_state import layers, own_callbacks, preserve_state
@@ -146,11 +147,10 @@ def plan_memory(
             warnings.simplefilter("ignore")
             layer.fit(max_length=Batches(2 * window), checkpoint_period=Batches(0))
     if sharded is not None:
-        whole = sum(map(_size, context.model.parameters()))
-        notes += [
-            f"before the model is sharded, each process holds all of its parameters: {show_bytes(whole)}",
-            "blocks that torch gathers ahead, and gradients that it still sends, are not included",
-        ]
+        notes.append("blocks that torch gathers ahead, and gradients that it still sends, are not included")
+        if not is_deferred(context.model):
+            whole = show_bytes(sum(map(_size, context.model.parameters())))
+            notes.append(f"each process needs {whole} of the host's memory before the model is sharded")
     kinds = {kind: tracker.at_peak[kind] for kind in KINDS if tracker.at_peak[kind]}
     collectives = _collectives(tracker, size, parallel, window)
     strategy = "one process" if size == 1 else "data parallel" if sharded is None else "sharded"

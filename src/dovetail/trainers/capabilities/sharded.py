@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from dovetail.distributed import Group, is_part, num_launched, part_of, whole
 from dovetail.errors import ConfigError
 from dovetail.trainers.capabilities.data_parallel import DataParallel
+from dovetail.trainers.capabilities.deferred import initialize, is_deferred
 from dovetail.trainers.context import Plan, Stage
 from dovetail.trainers.fitting import restoring
 from dovetail.units import TrainUnit
@@ -41,6 +42,8 @@ class ShardedDataParallel(DataParallel):
             called as modules: a weight that is read outside of the call is sharded.
         reshard_after_forward: True to free a block between forward and backward, too, which saves memory and
             sends its weights twice; None means torch's default.
+        cpu_offload: True to keep shards, gradients and the optimizer's state in the memory of the host. A block is
+            copied to the device when it is gathered, and the optimizer computes on the host.
 
     Example:
         >>> import torch
@@ -53,6 +56,7 @@ class ShardedDataParallel(DataParallel):
 
     _blocks: Blocks | None
     _reshard_after_forward: bool | None
+    _cpu_offload: bool
     _mesh: DeviceMesh | None
     # Pairs of each parameter before and after sharding.
     _sharded_parameters: list[tuple[Tensor, Tensor]]
@@ -62,7 +66,12 @@ class ShardedDataParallel(DataParallel):
     _items: Any
 
     def __init__(
-        self, *args: Any, shard: Blocks | None = None, reshard_after_forward: bool | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        shard: Blocks | None = None,
+        reshard_after_forward: bool | None = None,
+        cpu_offload: bool = False,
+        **kwargs: Any,
     ) -> None:
         if "bucket_size" in kwargs:
             raise ConfigError(
@@ -72,6 +81,7 @@ class ShardedDataParallel(DataParallel):
             raise ConfigError(f"shard: expected classes of modules, a function of a module, or None, got {shard!r}")
         self._blocks = shard
         self._reshard_after_forward = reshard_after_forward
+        self._cpu_offload = cpu_offload
         self._mesh = None
         self._sharded_parameters = []
         self._unit = None
@@ -86,6 +96,12 @@ class ShardedDataParallel(DataParallel):
         if saver is not None and saver.in_background and num_launched() > 1:
             raise ConfigError("save_in_background: processes that share a checkpoint must write it in the foreground")
         return plan
+
+    def setup(self) -> None:
+        """Initialize a model that was built on the device `meta`, if one process holds all of it."""
+        if num_launched() == 1 and self.context.model is not None:
+            self._initialize(self.context.model)
+        super().setup()
 
     def teardown(self, error: BaseException | None) -> None:
         """Reset the peers, so that checkpoints are again written and read by this process alone."""
@@ -103,6 +119,9 @@ class ShardedDataParallel(DataParallel):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore this process's part of a state, which may be whole or in parts."""
         model = self.context.model
+        if model is not None and self._mesh is None and not any(map(_is_empty, state["model"].values())):
+            # In the process that started the others: they have initialized and trained their own copies.
+            self._initialize(model)
         present = {} if model is None else model.state_dict()
         with restoring("model"):
             parts = {name: part_of(value, present.get(name)) for name, value in state["model"].items()}
@@ -177,27 +196,55 @@ class ShardedDataParallel(DataParallel):
         if group.size == 1 or model is None:
             return
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import FSDPModule, fully_shard
+        from torch.distributed.fsdp import FSDPModule
 
         # An earlier run has sharded the model, and `fully_shard` accepts it only once.
         if isinstance(model, FSDPModule):
             divided: Any = next(filter(is_part, model.parameters()))
             self._mesh = divided.device_mesh
             return
-        model.to(context.device)
-        with torch.no_grad():
-            # Before sharding, while every process still has whole tensors.
-            group.copy_first([*model.parameters(), *model.buffers()])
         self._mesh = init_device_mesh(context.device.type, (group.size,))
         before = dict(model.named_parameters())
-        # A scalar cannot be sharded.
-        numbers = {parameter for parameter in before.values() if parameter.ndim == 0}
-        for module in (*self._choose_blocks(model), model):
-            fully_shard(
-                module, mesh=self._mesh, reshard_after_forward=self._reshard_after_forward, ignored_params=numbers
-            )
+        blocks = self._choose_blocks(model)
+        if is_deferred(model):
+            # Block by block: a process never holds the whole model.
+            chosen = {*blocks, model}
+            self._initialize(model, lambda module: self._shard(group, module) if module in chosen else None)
+        else:
+            for module in (*blocks, model):
+                self._shard(group, module)
         after = dict(model.named_parameters())
         self._sharded_parameters = [(before[name], after[name]) for name in before]
+
+    def _shard(self, group: Group, module: nn.Module) -> None:
+        """Copy the values of the first process into a block, and shard it; inner blocks are sharded already."""
+        from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+
+        device = self.context.device
+        if not self._cpu_offload:
+            module.to(device)
+        inner = {id(it) for part in module.modules() if isinstance(part, FSDPModule) for it in part.parameters()}
+        whole_ones = [it for it in (*module.parameters(), *module.buffers()) if id(it) not in inner]
+        with torch.no_grad():
+            # Before sharding, while every process still has whole tensors.
+            group.copy_first(whole_ones)
+        numbers = {parameter for parameter in module.parameters() if parameter.ndim == 0}
+        for number in numbers:
+            number.data = number.data.to(device)
+        # Pinned memory is memory of an accelerator's driver.
+        pins = torch.accelerator.is_available()
+        fully_shard(
+            module,
+            mesh=self._mesh,
+            reshard_after_forward=self._reshard_after_forward,
+            # A scalar cannot be sharded.
+            ignored_params=numbers,
+            offload_policy=CPUOffloadPolicy(pin_memory=pins) if self._cpu_offload else OffloadPolicy(),
+        )
+
+    def _initialize(self, model: nn.Module, finish: Callable[[nn.Module], None] = lambda module: None) -> None:
+        if is_deferred(model):
+            initialize(model, self.context.state["order_seed"], finish)
 
     def _start_alike(self, group: Group) -> None:
         context = self.context
@@ -334,6 +381,10 @@ def _children(module: nn.Module) -> Iterator[nn.Module]:
             yield from _children(child)
         elif any(True for _ in child.parameters()):
             yield child
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
 
 
 def _are_modules(chosen: Any) -> bool:
