@@ -205,6 +205,9 @@ def test_processes_exchange_the_bytes_of_gradients_or_of_blocks() -> None:
     assert sharded.kinds["parameters"] == sum(
         4 * -(-len(it) // 4) * (it.numel() // len(it)) for it in trainer.model.parameters()
     )
+    offloaded = plan_memory(FSDPTrainer(CASES["mlp"]()[0], cpu_offload=True), data, num_processes=4)
+    assert not offloaded.kinds.keys() & {"parameters", "gradients", "optimizer"}
+    assert "optimizer state are in the memory of the host" in offloaded.notes[0]
     kept = plan_memory(FSDPTrainer(CASES["mlp"]()[0], reshard_after_forward=False), data, num_processes=4)
     assert kept.collectives["all_gather"] == size
 

@@ -129,6 +129,9 @@ def plan_memory(
         size = 1
     sharded = parallel if isinstance(parallel, ShardedDataParallel) and size > 1 else None
     tracker = _Tracker(size if sharded is not None else 1)
+    if sharded is not None and sharded.cpu_offload:
+        tracker.host_kinds = frozenset({"parameters", "gradients", "optimizer", "update"})
+        notes.append("the shards of parameters, gradients and optimizer state are in the memory of the host")
     with preserve_state(trainer, train=train_data), _restore_tensors(context.model):
         window = context.run.window.size
         batches = list(islice(trainer.batches("train"), 2 * window))
@@ -226,6 +229,8 @@ class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.num_shards = num_shards
         self.phase = "temporary"
         self.batch_bytes = 0
+        # Kinds that are not in the memory of the device.
+        self.host_kinds: frozenset[str] = frozenset()
         self.now: Counter[str] = Counter()
         self.at_peak: Counter[str] = Counter()
         self.gradient_bytes = self.gathered_twice = self.gathered_once = 0
@@ -289,11 +294,11 @@ class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def note_peak(self, extra: int = 0) -> None:
         """Store the bytes by kind if they are the most so far; `extra` bytes are temporary."""
-        total = sum(self.now.values()) + extra
+        total = sum(self.now.values()) - sum(self.now[kind] for kind in self.host_kinds) + extra
         # The latest of equal moments: the state of the optimizer has its kind by then.
         if total >= self._peak:
             self._peak = total
-            self.at_peak = self.now.copy()
+            self.at_peak = Counter({kind: size for kind, size in self.now.items() if kind not in self.host_kinds})
             self.at_peak["temporary"] += self.at_peak.pop("update", 0) + extra
             self.at_peak["batch"] += self.batch_bytes
 
@@ -455,12 +460,14 @@ class _Block:
 
     def note_gradient(self, parameter: Tensor) -> None:
         self.gather()
-        self._layer._note_gradient(parameter)
+        assert parameter.grad is not None
+        tracker = self._layer.tracker
+        # Whole until it is sent.
+        tracker.add(parameter.grad, "gathered")
         self._num_done += 1
         if self._num_done < self._num_trained:
             return
         self._num_done = 0
-        tracker = self._layer.tracker
         self._free()
         if self._layer.context.run.window.closes:
             # The gradients are copied into one flat tensor, which is summed over the processes.

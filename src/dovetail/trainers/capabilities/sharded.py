@@ -56,7 +56,7 @@ class ShardedDataParallel(DataParallel):
 
     _blocks: Blocks | None
     _reshard_after_forward: bool | None
-    _cpu_offload: bool
+    cpu_offload: bool
     _mesh: DeviceMesh | None
     # Pairs of each parameter before and after sharding.
     _sharded_parameters: list[tuple[Tensor, Tensor]]
@@ -81,7 +81,7 @@ class ShardedDataParallel(DataParallel):
             raise ConfigError(f"shard: expected classes of modules, a function of a module, or None, got {shard!r}")
         self._blocks = shard
         self._reshard_after_forward = reshard_after_forward
-        self._cpu_offload = cpu_offload
+        self.cpu_offload = cpu_offload
         self._mesh = None
         self._sharded_parameters = []
         self._unit = None
@@ -221,7 +221,7 @@ class ShardedDataParallel(DataParallel):
         from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
         device = self.context.device
-        if not self._cpu_offload:
+        if not self.cpu_offload:
             module.to(device)
         inner = {id(it) for part in module.modules() if isinstance(part, FSDPModule) for it in part.parameters()}
         whole_ones = [it for it in (*module.parameters(), *module.buffers()) if id(it) not in inner]
@@ -239,7 +239,7 @@ class ShardedDataParallel(DataParallel):
             reshard_after_forward=self._reshard_after_forward,
             # A scalar cannot be sharded.
             ignored_params=numbers,
-            offload_policy=CPUOffloadPolicy(pin_memory=pins) if self._cpu_offload else OffloadPolicy(),
+            offload_policy=CPUOffloadPolicy(pin_memory=pins) if self.cpu_offload else OffloadPolicy(),
         )
 
     def _initialize(self, model: nn.Module, finish: Callable[[nn.Module], None] = lambda module: None) -> None:
