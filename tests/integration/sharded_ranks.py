@@ -462,18 +462,6 @@ def damaged_shard(folder: Path) -> Any:
 
 
 @case
-def refused(folder: Path) -> Any:
-    if world() == 1:
-        return None
-    trainer = noisy_trainer(folder, save_every=2, save_in_background=True)
-    try:
-        trainer.fit(data(50), max_length=Batches(2))
-    except ConfigError as error:
-        return str(error)
-    return None
-
-
-@case
 def error_in_one_process(folder: Path) -> Any:
     def train_step(trainer: Any, batch: Any) -> dict[str, Any]:
         if rank() == world() - 1 and trainer.context.progress.batches == 2:

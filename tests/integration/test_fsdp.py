@@ -176,11 +176,6 @@ def test_an_error_in_one_process_is_named_in_the_others(results: Results, size: 
     assert others == [["PeerError", expected]] * (size - 1)
 
 
-@sizes
-def test_writing_in_the_background_is_rejected(results: Results, size: int) -> None:
-    assert all("save_in_background" in each["refused"] for each in results[size])
-
-
 class Malicious:
     """Creates a file where it is unpickled."""
 

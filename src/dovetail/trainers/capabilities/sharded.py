@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -15,9 +16,8 @@ from dovetail.distributed import Group, is_part, num_launched, part_of, whole
 from dovetail.errors import ConfigError
 from dovetail.trainers.capabilities.data_parallel import DataParallel
 from dovetail.trainers.capabilities.deferred import initialize, is_deferred
-from dovetail.trainers.context import Plan, Stage
+from dovetail.trainers.context import Stage
 from dovetail.trainers.fitting import restoring
-from dovetail.units import TrainUnit
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -89,13 +89,6 @@ class ShardedDataParallel(DataParallel):
         super().__init__(*args, **kwargs)
 
     # ------------------------------------------------------------------ once per run
-
-    def plan(self, **requested: TrainUnit | Mapping[str, int] | None) -> Plan:
-        """Return the plan; raise if checkpoints are to be written in the background, which needs one process."""
-        plan, saver = super().plan(**requested), self.context.run.saver
-        if saver is not None and saver.in_background and num_launched() > 1:
-            raise ConfigError("save_in_background: processes that share a checkpoint must write it in the foreground")
-        return plan
 
     def setup(self) -> None:
         """Initialize a model that was built on the device `meta`, if one process holds all of it."""
@@ -361,7 +354,14 @@ class _Parts:
     def __init__(self, group: Group, mesh: DeviceMesh) -> None:
         self.rank, self.size = group.rank, group.size
         self.exchange = group.exchange
-        self._mesh = mesh
+        self._group, self._mesh = group, mesh
+        self._background: _Parts | None = None
+
+    def in_background(self) -> _Parts:
+        """Return the same processes for a thread, with connections of its own."""
+        if self._background is None:
+            self._background = _Parts(_ThreadGroup(self._group), self._mesh)
+        return self._background
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a tensor that is sharded by rows, like FSDP's parameters."""
@@ -369,6 +369,24 @@ class _Parts:
 
         placement = Shard(0) if len(shape) else Replicate()
         return zeros(*shape, dtype=dtype, device_mesh=self._mesh, placements=[placement])
+
+
+class _ThreadGroup(Group):
+    """The processes of a group over other connections, so that a thread can exchange messages while training does.
+
+    Args:
+        group: The group. All of its processes must create this object.
+    """
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group._store)
+        self._connections = dist.new_group(backend="gloo")
+
+    def _gathered(self, own: bytes, size: int) -> list[bytes]:
+        padded = torch.frombuffer(bytearray(own.ljust(size, b"\0")), dtype=torch.uint8)
+        received = [torch.empty_like(padded) for _ in range(self.size)]
+        self._together(lambda: dist.all_gather(received, padded, group=self._connections))
+        return [each.numpy().tobytes() for each in received]
 
 
 _END = object()
