@@ -32,17 +32,8 @@ from dovetail.trainers.decorators import TrainerDecorator
 from dovetail.trainers.preserve_state import layers, own_callbacks, preserve_state
 from dovetail.units import Batches
 
-KINDS = (
-    "parameters",
-    "buffers",
-    "gradients",
-    "optimizer",
-    "buckets",
-    "batch",
-    "activations",
-    "temporary",
-    "gathered",
-)
+_FIXED = ("parameters", "buffers", "gradients", "optimizer", "buckets")
+KINDS = (*_FIXED, "batch", "activations", "temporary", "gathered")
 
 
 @dataclass(frozen=True)
