@@ -41,6 +41,19 @@ def page_text(text: str, *, lines: bool = False) -> str:
     return escape(printable(text, lines=lines))
 
 
+def show_bytes(size: int) -> str:
+    """Return a number of bytes with a decimal unit.
+
+    Example:
+        >>> show_bytes(1_500_000_000), show_bytes(12)
+        ('1.50 GB', '12 B')
+    """
+    for exponent, unit in ((12, "TB"), (9, "GB"), (6, "MB"), (3, "kB")):
+        if size >= 10**exponent:
+            return f"{size / 10**exponent:,.2f} {unit}"
+    return f"{size} B"
+
+
 @contextmanager
 def quiet(*loggers: str, level: int = logging.WARNING) -> Iterator[None]:
     """Hide log lines of other packages below a level.

@@ -5,6 +5,7 @@ import json
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from threading import Event
 from typing import Any, BinaryIO
 
 import pytest
@@ -226,3 +227,21 @@ def test_a_well_formed_index_is_read() -> None:
 def test_an_invalid_index_is_rejected(document: Any) -> None:
     with pytest.raises(CheckpointError, match=r"^there: "):
         parse_index(json.dumps(document).encode(), [SHARD, "tensors.safetensors"], "there")
+
+
+def test_training_may_change_shards_as_soon_as_a_background_write_has_started(peers: Alone, tmp_path: Path) -> None:
+    part = peers.zeros([3, 2], torch.float64)
+    local: Tensor = part.to_local()  # type: ignore[attr-defined]
+    local.fill_(2.0)
+    gate = Event()
+
+    class Waiting(Alone):
+        def exchange(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
+            gate.wait(60)
+            return super().exchange(message)
+
+    with checkpoint.AsyncWriter() as writer:
+        writer.submit(tmp_path / "saved", {"part": part}, peers=Waiting(peers._mesh))
+        local.zero_()
+        gate.set()
+    assert torch.equal(checkpoint.load(tmp_path / "saved")["part"], torch.full([3, 2], 2.0, dtype=torch.float64))

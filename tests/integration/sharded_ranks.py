@@ -23,7 +23,7 @@ from dovetail import Batches, Epochs
 from dovetail.callbacks import EMA, Callback, GradientClipping
 from dovetail.distributed import PeerError
 from dovetail.errors import CheckpointError, ConfigError
-from dovetail.trainers import AMPTrainer, FSDPTrainer, Trainer
+from dovetail.trainers import ActivationCheckpointTrainer, AMPTrainer, FSDPTrainer, Trainer
 from dovetail.trainers.capabilities import ShardedDataParallel
 
 CASES: dict[str, Callable[..., Any]] = {}
@@ -110,6 +110,25 @@ def trained(module: nn.Module, source: Any, epochs: int = 1, wrap: Callable[...,
 @case
 def even_batches(folder: Path) -> Any:
     return trained(model(), data(48))
+
+
+@case
+def recomputed_blocks(folder: Path) -> Any:
+    """The weights with stored and with recomputed activations, with dropout, in either order of the layers."""
+
+    def train(wrap: Callable[..., Any]) -> list[float]:
+        torch.manual_seed(7)
+        blocks = [nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Dropout(0.3)) for _ in range(3)]
+        module = nn.Sequential(*blocks, nn.Linear(5, 2)).double()
+        weights: list[float] = trained(module, data(48), wrap=wrap, accumulation_steps=2)["weights"]
+        return weights
+
+    inside, outside = lambda it: layer(recompute(it)), lambda it: recompute(layer(it))
+    return {"stored": train(layer), "recomputed": [train(inside), train(outside)]}
+
+
+def recompute(trainer: Any) -> Any:
+    return ActivationCheckpointTrainer(trainer, keep="matmul")
 
 
 @case
@@ -453,18 +472,6 @@ def damaged_shard(folder: Path) -> Any:
         "warned": [str(it.message) for it in caught],
         "batches": trainer.context.progress.batches,
     }
-
-
-@case
-def refused(folder: Path) -> Any:
-    if world() == 1:
-        return None
-    trainer = noisy_trainer(folder, save_every=2, save_in_background=True)
-    try:
-        trainer.fit(data(50), max_length=Batches(2))
-    except ConfigError as error:
-        return str(error)
-    return None
 
 
 @case

@@ -65,6 +65,13 @@ def test_a_sharded_model_trains_as_one_process(results: Results, name: str, tole
 
 
 @sizes
+def test_recomputed_blocks_give_the_bits_of_a_sharded_run_without_them(results: Results, size: int) -> None:
+    for each in results[size]:
+        found = each["recomputed_blocks"]
+        assert found["recomputed"] == [found["stored"]] * 2
+
+
+@sizes
 def test_a_loss_is_weighted_by_its_items(results: Results, size: int) -> None:
     for each in results[size]:
         assert each["counted_items"]["weights"] == nearly(results[1][0]["counted_items"]["weights"], 1e-12)
@@ -168,11 +175,6 @@ def test_an_error_in_one_process_is_named_in_the_others(results: Results, size: 
     assert last == ["ArithmeticError", "the last process has had enough"]
     expected = f"rank {size - 1} failed: ArithmeticError: the last process has had enough"
     assert others == [["PeerError", expected]] * (size - 1)
-
-
-@sizes
-def test_writing_in_the_background_is_rejected(results: Results, size: int) -> None:
-    assert all("save_in_background" in each["refused"] for each in results[size])
 
 
 class Malicious:

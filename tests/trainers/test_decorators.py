@@ -21,6 +21,7 @@ from dovetail.compat import plato, zae_engine
 from dovetail.errors import ConfigError
 from dovetail.trainers import (
     AbstractTrainerDecorator,
+    ActivationCheckpointTrainer,
     AMPTrainer,
     AutoBatchTrainer,
     CompiledTrainer,
@@ -161,7 +162,8 @@ def test_attributes_declared_by_the_trainer_are_set_through_layers(problem: Prob
 
 
 def test_capabilities_declare_every_attribute_they_set(problem: Problem) -> None:
-    for kind in (AMPTrainer, AutoBatchTrainer, CompiledTrainer, DDPTrainer, FSDPTrainer, TimedTrainer):
+    kinds = (AMPTrainer, AutoBatchTrainer, CompiledTrainer, DDPTrainer, FSDPTrainer, TimedTrainer)
+    for kind in (*kinds, ActivationCheckpointTrainer):
         layer = kind(make_trainer(problem))
         declared = {
             name for cls in kind.__mro__ if cls not in TrainerDecorator.__mro__ for name in get_annotations(cls)

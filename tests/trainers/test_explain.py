@@ -106,6 +106,7 @@ def test_explain_prints_the_whole_tree(problem: Problem, tmp_path: Path) -> None
             "│   ├── Trainer",
             "│   └── SingleProcessTrainer",
             "├── model: Sequential on cpu, 103 parameters, 103 of them trainable",
+            "│   └── memory: parameters 412 B, gradients 412 B, optimizer state 840 B",
             "├── overridden verbs and methods",
             "│   ├── after_step → Loud",
             "│   ├── get_optimizer → AdamOptimizerStrategy(lr=0.01)",
@@ -124,6 +125,39 @@ def test_explain_prints_the_whole_tree(problem: Problem, tmp_path: Path) -> None
             f"    └── the best validation in {tmp_path / 'best_ck'}",
         ]
     )
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        partial(torch.optim.SGD, lr=0.1),
+        partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        torch.optim.AdamW,
+        partial(torch.optim.Adam, amsgrad=True),
+        partial(torch.optim.NAdam, lr=0.1),
+        partial(torch.optim.RMSprop, centered=True),
+    ],
+)
+def test_the_memory_of_an_optimizer_is_known_before_its_first_step(problem: Problem, optimizer: Any) -> None:
+    trainer = trainer_of(problem, optimizer=optimizer)
+    trainer.model[0].unused = nn.Parameter(torch.zeros(5, dtype=torch.float64))
+    trainer.model[3].bias.requires_grad_(False)
+    before = forecast_epoch(trainer).optimizer_bytes
+    trainer.fit(max_length=Batches(1))
+    parameter = trainer.model[0].unused
+    parameter.grad = torch.zeros_like(parameter)
+    # No forward uses this parameter, so it has no state yet.
+    trainer.context.optimizers[0].step()
+    states = [value for state in trainer.context.optimizers[0].state.values() for value in state.values()]
+    assert before == sum(it.numel() * it.element_size() for it in states if isinstance(it, Tensor))
+    assert forecast_epoch(trainer).optimizer_bytes == before
+
+
+def test_the_memory_of_a_factored_optimizer_is_unknown_before_its_first_step(problem: Problem) -> None:
+    trainer = trainer_of(problem, optimizer=torch.optim.Adafactor)
+    assert "optimizer state unknown before the first update" in trainer.explain()
+    trainer.fit(max_length=Batches(1))
+    assert "optimizer state unknown" not in trainer.explain()
 
 
 def test_explain_of_an_empty_trainer_lists_what_is_missing() -> None:

@@ -20,6 +20,7 @@ from problem import Problem, make_problem
 from dovetail import Epochs, Trainer
 from dovetail.errors import ConfigError
 from dovetail.trainers import (
+    ActivationCheckpointTrainer,
     AMPTrainer,
     AutoBatchTrainer,
     CompiledTrainer,
@@ -40,6 +41,7 @@ LAYERS: list[Callable[[Any], Any]] = [
     partial(PrivateTrainer, noise_seed=1),
     AutoBatchTrainer,
     TimedTrainer,
+    partial(ActivationCheckpointTrainer, blocks=[torch.nn.Linear]),
 ]
 
 

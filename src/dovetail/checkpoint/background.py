@@ -12,6 +12,7 @@ from typing import Any, Literal
 from dovetail.checkpoint.encoding import encode
 from dovetail.checkpoint.files import DISK, Files
 from dovetail.checkpoint.manifest import summarize
+from dovetail.checkpoint.shards import Peers
 from dovetail.checkpoint.store import CheckpointWarning, check_on_error, write
 from dovetail.errors import CheckpointError
 
@@ -44,9 +45,21 @@ class AsyncWriter:
         self._pending: Future[None] | None = None
 
     def submit(
-        self, path: str | os.PathLike[str], state: Mapping[str, Any], *, summary: Mapping[str, Any] | None = None
+        self,
+        path: str | os.PathLike[str],
+        state: Mapping[str, Any],
+        *,
+        summary: Mapping[str, Any] | None = None,
+        peers: Peers | None = None,
     ) -> None:
         """Copy `state` and start writing it; waits for the previous write.
+
+        Args:
+            path: The directory of the checkpoint.
+            state: The state.
+            summary: As for `save`.
+            peers: The processes that hold parts of the state, if there are several. All of them submit in the same
+                order. Only the thread may use these connections.
 
         Raises:
             CheckpointError: The previous write failed (this one is not started), or `state` contains a value that
@@ -55,7 +68,7 @@ class AsyncWriter:
         self.wait()
         # In the caller's thread: a value that cannot be stored is an error of this call, with its traceback.
         encoded, described = encode(state).copy(), summarize(summary)
-        self._pending = self._pool.submit(write, Path(path), encoded, described, self._files)
+        self._pending = self._pool.submit(write, Path(path), encoded, described, self._files, peers)
 
     def check(self) -> None:
         """Raise the error of a failed write; does not wait."""

@@ -64,7 +64,8 @@ class Encoded:
 
     def copy(self) -> Encoded:
         """Return a copy that shares no memory with the original tensors."""
-        return Encoded(self.text, [block.copy() for block in self.blocks], dict(self.shards))
+        shards = {name: tensor.detach().clone() for name, tensor in self.shards.items()}
+        return Encoded(self.text, [block.copy() for block in self.blocks], shards)
 
 
 def encode(state: Mapping[str, Any]) -> Encoded:

@@ -50,6 +50,13 @@ class Peers(Protocol):
         """Return a zero tensor of which this process holds its part."""
 
 
+class RunPeers(Peers, Protocol):
+    """The processes of a run, which may also write checkpoints in a thread."""
+
+    def in_background(self) -> Peers:
+        """Return the same processes for a thread, over connections of its own; all processes must call this."""
+
+
 def run_in_all_processes(peers: Peers, work: Callable[[], Any]) -> list[Any]:
     """Call a function in every process and return all results. An error in one process is raised in all.
 

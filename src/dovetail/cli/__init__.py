@@ -14,6 +14,7 @@ from dovetail.cli.doctor import doctor
 from dovetail.cli.federate import federate
 from dovetail.cli.new import new
 from dovetail.cli.output import EXIT_CODES, print_line
+from dovetail.cli.plan import plan
 from dovetail.cli.ui import ui
 from dovetail.errors import DovetailError
 
@@ -36,6 +37,7 @@ app.command()(demo)
 app.command()(doctor)
 app.command()(federate)
 app.command()(new)
+app.command(context_settings={"ignore_unknown_options": True})(plan)
 app.command()(ui)
 # The short names of Determined's command line.
 app.add_typer(experiment.app, name="e", hidden=True)

@@ -4,6 +4,7 @@ from dovetail.trainers.capabilities import PowerSGD, find_batch_size
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.decorators import (
     AbstractTrainerDecorator,
+    ActivationCheckpointTrainer,
     AMPTrainer,
     AutoBatchTrainer,
     CompiledTrainer,
@@ -25,6 +26,7 @@ from dovetail.trainers.trainer import SingleProcess, Trainer
 __all__ = [
     "AMPTrainer",
     "AbstractTrainerDecorator",
+    "ActivationCheckpointTrainer",
     "AutoBatchTrainer",
     "CompiledTrainer",
     "DDPTrainer",

@@ -15,6 +15,7 @@ from dovetail.overrides import reject_lost_overrides
 from dovetail.trainers import base, other_libraries
 from dovetail.trainers.attributes import option_attribute_message
 from dovetail.trainers.capabilities import (
+    ActivationCheckpointing,
     AutoBatch,
     Compiled,
     DataParallel,
@@ -319,6 +320,27 @@ class DDPTrainer(DataParallel, TrainerDecorator):
         return cls.from_single_process(*args, amp=True, **kwargs)
 
 
+class ActivationCheckpointTrainer(ActivationCheckpointing, TrainerDecorator):
+    """Layer for activation checkpointing: blocks are computed again in the backward pass, which saves memory.
+
+    Args:
+        trainer: Any trainer.
+        blocks: Classes, names or a predicate of the modules to compute again; None means the repeated blocks.
+        every: 1 for all blocks, 2 for every second block, and so on.
+        keep: Operators whose results are stored: `"matmul"`, or a list of operators of torch.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from dovetail.trainers import SingleProcess
+        >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+        >>> trainer = ActivationCheckpointTrainer(SingleProcess(model, "cpu", num_epochs=1, verbose=False))
+        >>> history = trainer.fit((torch.randn(64, 4), torch.zeros(64, dtype=torch.long)))
+        >>> trainer.recomputed_blocks
+        ['0', '1', '2']
+    """
+
+
 class AutoBatchTrainer(AutoBatch, TrainerDecorator):
     """Layer that splits a batch if the device runs out of memory.
 
@@ -389,6 +411,7 @@ class FSDPTrainer(ShardedDataParallel, TrainerDecorator):
         reshard_after_forward: True to free the gathered parameters between forward and backward, too.
         sync_batchnorm: True to normalise by the batches of all processes in `nn.BatchNorm`.
         mesh: The number of copies of the model, and the number of parts of each: `{"replicate": 2, "shard": 4}`.
+        cpu_offload: True to keep shards, gradients and the optimizer's state in the memory of the host.
 
     Example:
         >>> import torch

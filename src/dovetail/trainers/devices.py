@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from itertools import chain
 from typing import Any
@@ -76,8 +77,17 @@ def place_model(
         if all(it.device == own for it in chain(model.parameters(), model.buffers())):
             return placed
     check_device(device)
-    model.to(device)
+    if not _is_offloaded(model, device):
+        model.to(device)
     if memory_format is not None:
         # Parameters remain the same objects, so the optimizers stay valid.
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch has no types for it alone
     return weakref.ref(model)
+
+
+def _is_offloaded(model: nn.Module, device: torch.device) -> bool:
+    """Return whether torch holds the shards of a model on the host, and copies them to the device itself."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or device.type == "cpu" or not isinstance(model, fsdp.FSDPModule):
+        return False
+    return any(parameter.device.type == "cpu" for parameter in model.parameters())

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import nn
 
+from dovetail.printing import show_bytes
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.preserve_state import layers, strategies_of
@@ -51,6 +52,7 @@ def explain(trainer: Trainer) -> Explanation:
         │   ├── Trainer
         │   └── SingleProcessTrainer
         ├── model: Linear on cpu, 10 parameters, 10 of them trainable
+        │   └── memory: parameters 40 B, gradients 40 B, optimizer state 88 B
         ├── verbs: none is overridden
         ├── callbacks, in order
         │   └── NonFiniteLoss
@@ -64,8 +66,9 @@ def explain(trainer: Trainer) -> Explanation:
     context = trainer.context
     nodes: list[_Node] = [
         ("layers, the outermost first", _shown_layers(trainer)),
-        (_shown_model(context), ()),
     ]
+    forecast = forecast_epoch(trainer)
+    nodes.append((_shown_model(context), () if context.model is None else [_shown_memory(context.model, forecast)]))
     answers = _answers(trainer)
     nodes.append(("overridden verbs and methods" if answers else "verbs: none is overridden", answers))
     strategies = strategies_of(trainer)
@@ -76,7 +79,7 @@ def explain(trainer: Trainer) -> Explanation:
     nodes.append(("callbacks, in order" if names else "no callbacks", names))
     if times := next((layer.verb_times for layer in layers(trainer) if isinstance(layer, Measured)), {}):
         nodes.append(_shown_times(times))
-    nodes.append(_shown_epoch(trainer, forecast_epoch(trainer)))
+    nodes.append(_shown_epoch(trainer, forecast))
     return Explanation("\n".join([type(trainer).__name__, *_branches(nodes)]))
 
 
@@ -170,6 +173,19 @@ def _shown_model(context: TrainingContext) -> str:
         f"model: {type(context.model).__name__} on {context.device}, "
         f"{total:,} parameters, {trainable:,} of them trainable"
     )
+
+
+def _shown_memory(model: nn.Module, forecast: EpochForecast) -> str:
+    """Return the bytes that do not depend on the batch; `dovetail plan` also finds the others."""
+    parameters = list(model.parameters())
+    total, trained = (
+        show_bytes(sum(it.numel() * it.element_size() for it in chosen))
+        for chosen in (parameters, [it for it in parameters if it.requires_grad])
+    )
+    state = "unknown before the first update"
+    if forecast.optimizer_bytes is not None:
+        state = show_bytes(forecast.optimizer_bytes)
+    return f"memory: parameters {total}, gradients {trained}, optimizer state {state}"
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:

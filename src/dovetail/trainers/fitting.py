@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from dovetail.errors import CheckpointError, DovetailError, add_note
 from dovetail.trainers.context import TrainingContext
+from dovetail.trainers.optimizers import is_elementwise
 
 _LIBRARIES = {"dovetail", "torch", "numpy", *sys.stdlib_module_names}
 
@@ -119,12 +120,11 @@ def restore_optimizer(optimizer: Optimizer, state: Mapping[str, Any], key: str) 
                 raise CheckpointError(
                     f"{key}.param_groups.{number}: the state cannot be restored: it lacks {lost[0]!r}"
                 )
-        if type(optimizer).__module__.startswith("torch.optim.") and type(optimizer).__name__ in _ELEMENTWISE:
+        if is_elementwise(optimizer):
             _check_elementwise(optimizer, key)
 
 
-# Optimizers of torch whose state is one value per element of a parameter, except for a few numbers per parameter.
-_ELEMENTWISE = {"Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
+# Entries of the state that are numbers.
 _NUMBERS = {"step", "eta", "mu", "mu_product"}
 
 

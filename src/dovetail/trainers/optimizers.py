@@ -203,3 +203,39 @@ def requires_closure(optimizer: Optimizer) -> bool:
 def _requires_closure(step: Callable[..., Any]) -> bool:
     closure = inspect.signature(step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Return whether the state of an optimizer of torch has a value per element, and a few numbers per parameter."""
+    return type(optimizer).__module__.startswith("torch.optim.") and type(optimizer).__name__ in _ELEMENTWISE
+
+
+_ELEMENTWISE = {"Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
+
+
+def state_bytes(optimizer: Optimizer) -> int | None:
+    """Return the bytes of the optimizer's state; before the first step, of the state after it, or None if unknown."""
+    if optimizer.state:
+        return sum(map(_bytes_of, optimizer.state.values()))
+    if not is_elementwise(optimizer):
+        return None
+    total = 0
+    for group in optimizer.param_groups:
+        trained = [parameter for parameter in group["params"] if parameter.requires_grad]
+        for dtype in {parameter.dtype for parameter in trained}:
+            # A step with a tiny parameter shows the bytes per element and per parameter.
+            example = torch.zeros(2, dtype=dtype, requires_grad=True)
+            example.grad = torch.zeros(2, dtype=dtype)
+            trial = copy.copy(optimizer)
+            trial.state, trial.param_groups = defaultdict(dict), [{**group, "params": [example]}]
+            trial.step()
+            values = [it for it in trial.state[example].values() if isinstance(it, Tensor)]
+            for parameter in trained:
+                if parameter.dtype is dtype:
+                    total += sum(it.element_size() * (parameter.numel() if it.numel() == 2 else 1) for it in values)
+    return total
+
+
+def _bytes_of(state: Any) -> int:
+    values = state.values() if isinstance(state, Mapping) else (state,)
+    return sum(it.numel() * it.element_size() for it in values if isinstance(it, Tensor))

@@ -20,6 +20,7 @@ from dovetail.trainers import loop
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.context import BatchState, Plan, Stage, Window
 from dovetail.trainers.metrics import Meter
+from dovetail.trainers.optimizers import state_bytes
 from dovetail.trainers.preserve_state import layers, preserve_attributes, strategies_of
 from dovetail.trainers.schedules.whole_run import set_run_lengths
 from dovetail.trainers.strategies.bundle import Strategies
@@ -43,6 +44,7 @@ class EpochForecast:
         validations: Validation passes.
         checkpoints: The paths of the periodic checkpoints.
         best_checkpoint: The path of the separate checkpoint of the best validation, if there is one.
+        optimizer_bytes: Bytes of the state of all optimizers after an update.
         rate: The learning rate at the start; None without a model.
         end_rate: The learning rate after the epoch.
         follows_metric: True if a scheduler follows a metric, which may change the rate further.
@@ -57,6 +59,7 @@ class EpochForecast:
     validations: int | None = None
     checkpoints: tuple[Path, ...] | None = None
     best_checkpoint: Path | None = None
+    optimizer_bytes: int | None = None
     rate: float | None = None
     end_rate: float | None = None
     follows_metric: bool = False
@@ -80,6 +83,8 @@ def forecast_epoch(trainer: Trainer, **requested: Any) -> EpochForecast:
         rest = None if num_batches is None else num_batches - progress.batch
         batch_size = _batch_size(trainer) if has_data else None
         rate = _rate(context.optimizers)
+        sizes = [state_bytes(optimizer) for optimizer in context.optimizers]
+        optimizer_bytes = None if None in sizes or not sizes else sum(it for it in sizes if it is not None)
         updates = validations = end_rate = None
         checkpoints: tuple[Path, ...] | None = None
         num_val_batches = _length(trainer, "valid")[1]
@@ -107,6 +112,7 @@ def forecast_epoch(trainer: Trainer, **requested: Any) -> EpochForecast:
             validations=validations,
             checkpoints=checkpoints,
             best_checkpoint=saver.directory / f"best_{saver.name}" if saver is not None and saver.keep_best else None,
+            optimizer_bytes=optimizer_bytes,
             rate=rate,
             end_rate=end_rate,
             follows_metric=follows_metric,

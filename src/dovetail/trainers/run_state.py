@@ -17,7 +17,7 @@ from dovetail.trainers.window import Window
 from dovetail.units import Progress, TrainUnit
 
 if TYPE_CHECKING:
-    from dovetail.checkpoint.shards import Peers
+    from dovetail.checkpoint.shards import RunPeers
     from dovetail.trainers.base import Trainer
     from dovetail.trainers.frozen import FrozenBase
     from dovetail.trainers.saving import Saver
@@ -253,6 +253,6 @@ class ProcessState:
 
     is_main: bool = True
     share: Share = field(default_factory=Share)
-    peers: Peers | None = None
+    peers: RunPeers | None = None
     has_peers: bool = False
     stays_here: bool = False

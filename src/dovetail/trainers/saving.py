@@ -280,7 +280,10 @@ def _write(trainer: Trainer, path: Path) -> bool:
     if saver is not None and saver.in_background:
         finish(trainer)
         saver.writer = saver.writer or store.AsyncWriter(on_error=saver.on_error)
-        saver.writer.submit(path, state, summary=summary)
+        peers = context.process.peers
+        # The thread must not use the connections of training, whose messages it would mix up.
+        own = None if peers is None else peers.in_background()
+        saver.writer.submit(path, state, summary=summary, peers=own)
         saver.writing = path
         return True
     on_error = saver.on_error if saver is not None else "raise"
@@ -305,10 +308,10 @@ def finish(trainer: Trainer) -> None:
     if path is None:
         return
     # A write that failed with a warning has left no checkpoint.
-    if path.exists():
-        _notify(trainer, path)
-    else:
+    if not path.exists():
         saver.saved_at = None
+    elif trainer.context.process.is_main:
+        _notify(trainer, path)
 
 
 def _notify(trainer: Trainer, path: Path) -> None:

@@ -7,10 +7,12 @@ from dovetail.trainers.capabilities.core import Capability, capabilities_of
 from dovetail.trainers.capabilities.data_parallel import DataParallel
 from dovetail.trainers.capabilities.mixed_precision import MixedPrecision
 from dovetail.trainers.capabilities.privacy import DifferentialPrivacy
+from dovetail.trainers.capabilities.recomputed import ActivationCheckpointing
 from dovetail.trainers.capabilities.sharded import ShardedDataParallel
 from dovetail.trainers.capabilities.timed import Timed
 
 __all__ = [
+    "ActivationCheckpointing",
     "AutoBatch",
     "Capability",
     "Compiled",

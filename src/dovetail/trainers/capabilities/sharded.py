@@ -9,15 +9,16 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dovetail.distributed import Group, is_part, num_launched, part_of, whole
 from dovetail.errors import ConfigError
 from dovetail.trainers.capabilities.data_parallel import DataParallel
-from dovetail.trainers.context import Plan, Stage
+from dovetail.trainers.capabilities.deferred import initialize, is_deferred
+from dovetail.trainers.context import Stage
 from dovetail.trainers.fitting import restoring
-from dovetail.units import TrainUnit
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -45,6 +46,8 @@ class ShardedDataParallel(DataParallel):
         mesh: The number of copies of the model, and the number of parts of each copy: `{"replicate": 2, "shard": 4}`
             for 8 processes (hybrid sharding). One of the two may be -1: all processes that are left. None means one
             copy. Consecutive ranks hold one copy, so with 4 processes per machine its parts stay on one machine.
+        cpu_offload: True to keep shards, gradients and the optimizer's state in the memory of the host. A block is
+            copied to the device when it is gathered, and the optimizer computes on the host.
 
     Example:
         >>> import torch
@@ -58,6 +61,7 @@ class ShardedDataParallel(DataParallel):
     _blocks: Blocks | None
     _reshard_after_forward: bool | None
     _mesh_sizes: dict[str, int] | None
+    cpu_offload: bool
     _mesh: DeviceMesh | None
     # Pairs of each parameter before and after sharding.
     _sharded_parameters: list[tuple[Tensor, Tensor]]
@@ -72,6 +76,7 @@ class ShardedDataParallel(DataParallel):
         shard: Blocks | None = None,
         reshard_after_forward: bool | None = None,
         mesh: Mapping[str, int] | None = None,
+        cpu_offload: bool = False,
         **kwargs: Any,
     ) -> None:
         for name in {"bucket_size", "compression"} & kwargs.keys():
@@ -83,6 +88,7 @@ class ShardedDataParallel(DataParallel):
         self._blocks = shard
         self._mesh_sizes = None if mesh is None else _checked_mesh(mesh)
         self._reshard_after_forward = reshard_after_forward
+        self.cpu_offload = cpu_offload
         self._mesh = None
         self._sharded_parameters = []
         self._unit = None
@@ -91,12 +97,11 @@ class ShardedDataParallel(DataParallel):
 
     # ------------------------------------------------------------------ once per run
 
-    def plan(self, **requested: TrainUnit | Mapping[str, int] | None) -> Plan:
-        """Return the plan; raise if checkpoints are to be written in the background, which needs one process."""
-        plan, saver = super().plan(**requested), self.context.run.saver
-        if saver is not None and saver.in_background and num_launched() > 1:
-            raise ConfigError("save_in_background: processes that share a checkpoint must write it in the foreground")
-        return plan
+    def setup(self) -> None:
+        """Initialize a model that was built on the device `meta`, if one process holds all of it."""
+        if num_launched() == 1 and self.context.model is not None:
+            self._initialize(self.context.model)
+        super().setup()
 
     def teardown(self, error: BaseException | None) -> None:
         """Reset the peers, so that checkpoints are again written and read by this process alone."""
@@ -114,6 +119,9 @@ class ShardedDataParallel(DataParallel):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore this process's part of a state, which may be whole or in parts."""
         model = self.context.model
+        if model is not None and self._mesh is None and not any(map(_is_empty, state["model"].values())):
+            # In the process that started the others: they have initialized and trained their own copies.
+            self._initialize(model)
         present = {} if model is None else model.state_dict()
         with restoring("model"):
             parts = {name: part_of(value, present.get(name)) for name, value in state["model"].items()}
@@ -189,28 +197,56 @@ class ShardedDataParallel(DataParallel):
         if group.size == 1 or model is None:
             return
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import FSDPModule, fully_shard
+        from torch.distributed.fsdp import FSDPModule
 
         # An earlier run has sharded the model, and `fully_shard` accepts it only once.
         if isinstance(model, FSDPModule):
             divided: Any = next(filter(is_part, model.parameters()))
             self._mesh = divided.device_mesh
             return
-        model.to(context.device)
-        with torch.no_grad():
-            # Before sharding, while every process still has whole tensors.
-            group.copy_first([*model.parameters(), *model.buffers()])
         sizes = mesh_sizes(self._mesh_sizes, group.size)
         self._mesh = init_device_mesh(context.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         before = dict(model.named_parameters())
-        # A scalar cannot be sharded.
-        numbers = {parameter for parameter in before.values() if parameter.ndim == 0}
-        for module in (*self._choose_blocks(model), model):
-            fully_shard(
-                module, mesh=self._mesh, reshard_after_forward=self._reshard_after_forward, ignored_params=numbers
-            )
+        blocks = self._choose_blocks(model)
+        if is_deferred(model):
+            # Block by block: a process never holds the whole model.
+            chosen = {*blocks, model}
+            self._initialize(model, lambda module: self._shard(group, module) if module in chosen else None)
+        else:
+            for module in (*blocks, model):
+                self._shard(group, module)
         after = dict(model.named_parameters())
         self._sharded_parameters = [(before[name], after[name]) for name in before]
+
+    def _shard(self, group: Group, module: nn.Module) -> None:
+        """Copy the values of the first process into a block, and shard it; inner blocks are sharded already."""
+        from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+
+        device = self.context.device
+        if not self.cpu_offload:
+            module.to(device)
+        inner = {id(it) for part in module.modules() if isinstance(part, FSDPModule) for it in part.parameters()}
+        whole_ones = [it for it in (*module.parameters(), *module.buffers()) if id(it) not in inner]
+        with torch.no_grad():
+            # Before sharding, while every process still has whole tensors.
+            group.copy_first(whole_ones)
+        numbers = {parameter for parameter in module.parameters() if parameter.ndim == 0}
+        for number in numbers:
+            number.data = number.data.to(device)
+        # Pinned memory is memory of an accelerator's driver.
+        pins = torch.accelerator.is_available()
+        fully_shard(
+            module,
+            mesh=self._mesh,
+            reshard_after_forward=self._reshard_after_forward,
+            # A scalar cannot be sharded.
+            ignored_params=numbers,
+            offload_policy=CPUOffloadPolicy(pin_memory=pins) if self.cpu_offload else OffloadPolicy(),
+        )
+
+    def _initialize(self, model: nn.Module, finish: Callable[[nn.Module], None] = lambda module: None) -> None:
+        if is_deferred(model):
+            initialize(model, self.context.state["order_seed"], finish)
 
     def _start_alike(self, group: Group) -> None:
         context = self.context
@@ -220,7 +256,7 @@ class ShardedDataParallel(DataParallel):
         # Optimizers of an earlier run, or given as objects, still have the whole parameters.
         divided = {id(before): after for before, after in self._sharded_parameters}
         for optimizer in context.optimizers:
-            _replace_parameters(optimizer, divided)
+            replace_parameters(optimizer, divided)
             _divide_state(optimizer)
         self._sharded_parameters = []
         context.process.peers = _Parts(group, self._mesh)
@@ -338,7 +374,14 @@ class _Parts:
     def __init__(self, group: Group, mesh: DeviceMesh) -> None:
         self.rank, self.size = group.rank, group.size
         self.exchange = group.exchange
-        self._mesh = mesh
+        self._group, self._mesh = group, mesh
+        self._background: _Parts | None = None
+
+    def in_background(self) -> _Parts:
+        """Return the same processes for a thread, with connections of its own."""
+        if self._background is None:
+            self._background = _Parts(_ThreadGroup(self._group), self._mesh)
+        return self._background
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a tensor that is sharded by rows, like FSDP's parameters."""
@@ -347,6 +390,24 @@ class _Parts:
         # The last dimension of the mesh shards; a first one has copies.
         placements = [Replicate()] * (self._mesh.ndim - 1) + [Shard(0) if len(shape) else Replicate()]
         return zeros(*shape, dtype=dtype, device_mesh=self._mesh, placements=placements)
+
+
+class _ThreadGroup(Group):
+    """The processes of a group over other connections, so that a thread can exchange messages while training does.
+
+    Args:
+        group: The group. All of its processes must create this object.
+    """
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group._store)
+        self._connections = dist.new_group(backend="gloo")
+
+    def _gathered(self, own: bytes, size: int) -> list[bytes]:
+        padded = torch.frombuffer(bytearray(own.ljust(size, b"\0")), dtype=torch.uint8)
+        received = [torch.empty_like(padded) for _ in range(self.size)]
+        self._together(lambda: dist.all_gather(received, padded, group=self._connections))
+        return [each.numpy().tobytes() for each in received]
 
 
 _END = object()
@@ -403,6 +464,10 @@ def _children(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
+
+
 def _are_modules(chosen: Any) -> bool:
     return isinstance(chosen, Sequence) and all(isinstance(it, type) and issubclass(it, nn.Module) for it in chosen)
 
@@ -426,7 +491,8 @@ def _scale(gradient: Tensor, factor: float) -> None:
         gradient.mul_(factor)
 
 
-def _replace_parameters(optimizer: Optimizer, divided: Mapping[int, Tensor]) -> None:
+def replace_parameters(optimizer: Optimizer, divided: Mapping[int, Tensor]) -> None:
+    """Replace parameters of an optimizer, by their ids, and keep their state."""
     for group in optimizer.param_groups:
         group["params"][:] = [divided.get(id(parameter), parameter) for parameter in group["params"]]
     for parameter in [parameter for parameter in optimizer.state if id(parameter) in divided]:

@@ -58,8 +58,8 @@ def run_and_compare(
 
 def _torch_generators() -> list[tuple[torch.Generator, Tensor]]:
     """Return torch's generators of all devices in use, with their states."""
-    # There are none of CUDA before its first use.
-    generators = (torch.default_generator, *torch.cuda.default_generators)
+    # There are none of CUDA before its first use. Only the types that Inductor compiles for have a tuple of them.
+    generators = (torch.default_generator, *torch.cuda.default_generators, *torch.xpu.default_generators)
     return [(generator, generator.get_state()) for generator in generators]
 
 
