@@ -98,6 +98,40 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
     return pinned.to(device, non_blocking=True)
 
 
+def to_host(values: list[Tensor | float]) -> list[float]:
+    """Return all values as floats with one transfer for all tensors.
+
+    Example:
+        >>> to_host([torch.tensor(1.5), 2.0, torch.tensor(3)])
+        [1.5, 2.0, 3.0]
+    """
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if not tensors:
+        return [float(value) for value in values]
+    first = tensors[0]
+    # The only place where a report waits for the device.
+    if all(tensor.dtype == first.dtype and tensor.device == first.device for tensor in tensors):
+        numbers = torch.stack(tensors).tolist()
+    else:
+        numbers = _joined(tensors)
+    if len(numbers) == len(values):
+        return [float(number) for number in numbers] if not isinstance(numbers[0], float) else numbers
+    fetched = iter(numbers)
+    return [float(next(fetched)) if isinstance(value, Tensor) else float(value) for value in values]
+
+
+def _joined(tensors: list[Tensor]) -> list[float]:
+    """Return the numbers of tensors of several dtypes or devices, with one transfer."""
+    # The values of a device are joined there; values of the CPU would have to be copied to it first.
+    place = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), tensors[0].device)
+    wide = widest_float(place.type)
+    kinds = dict.fromkeys((tensor.device, tensor.dtype) for tensor in tensors)
+    members = [[i for i, it in enumerate(tensors) if (it.device, it.dtype) == kind] for kind in kinds]
+    stacked = [torch.stack([tensors[index] for index in each]).to(place, wide) for each in members]
+    numbers = dict(zip((index for each in members for index in each), torch.cat(stacked).tolist(), strict=True))
+    return [numbers[index] for index in range(len(tensors))]
+
+
 def random_states() -> tuple[str, list[Tensor]] | None:
     """Return the type of the accelerator and the states of its generators by device number; None without them."""
     accelerator = current_accelerator()

@@ -63,7 +63,7 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Feature:
-    """Settings of a run, and the objects that it trains with."""
+    """Settings, layers and callbacks of a run."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
     wrap: Callable[[Any], Any] = lambda trainer: trainer

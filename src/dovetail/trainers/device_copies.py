@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import IterableDataset
 
 from dovetail.accelerators import can_pin, numbered
-from dovetail.data import to_device
+from dovetail.data import DataLoader, to_device
 from dovetail.data.batches import map_leaves, map_tensors
+from dovetail.data.slicing import rows_in_memory
+from dovetail.overrides import is_ours
+
+if TYPE_CHECKING:
+    from dovetail.trainers.context import Stage
+    from dovetail.trainers.single_process import SingleProcessTrainer
 
 Move = Callable[[Any, torch.device], Any]
 """Returns a batch with its tensors on a device."""
@@ -67,6 +74,13 @@ class DeviceCopier:
             # batch is used: the memory may be free by then.
             return
 
+    def read(self, batches: Iterator[Any]) -> Any:
+        """Return the next batch, after starting its copy; `END` if there is none."""
+        batch = next(batches, END)
+        if batch is not END:
+            self.start(batch)
+        return batch
+
     def forget(self, batch: Any) -> None:
         """Release the copy of a batch that was started and is not needed."""
         self._started = [copy for copy in self._started if copy.batch is not batch]
@@ -96,6 +110,30 @@ class DeviceCopier:
                     # Otherwise the memory could be given to the next copy while a kernel of this stream reads it.
                     tensor.record_stream(current)
         return copy.moved
+
+
+def copier_ahead(trainer: SingleProcessTrainer, stage: Stage) -> DeviceCopier | None:
+    """Return the object that may copy a batch to the device before it is used; None if the loop copies it."""
+    move, context = trainer._move, trainer.context
+    if not isinstance(move, DeviceCopier) or context.run.trainer is None:
+        return None
+    # A hook or an override of the user may change a batch before it is copied.
+    changes = stage == "train" and context.callbacks.on_step_start
+    own = [it for verb in ("batches", "to_device") for it in context.run.trainer._customized_by(verb)]
+    return None if changes or not all(map(is_ours, own)) else move
+
+
+def draws_nothing(loader: Any) -> bool:
+    """Return whether reading a batch draws no random numbers of this process, except for the first batch of a pass."""
+    if type(loader) in (list, tuple):
+        return True
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    return loader.draws_at_start and (loader.num_workers > 0 or rows_in_memory(loader) is not None)
+
+
+END = object()
+"""The result of `DeviceCopier.read` after the last batch."""
 
 
 @dataclass(frozen=True, slots=True)

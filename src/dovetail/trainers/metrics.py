@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dovetail.accelerators import widest_float
+from dovetail.accelerators import to_host, widest_float
 from dovetail.data import batch_length, concat
 from dovetail.data.batches import map_tensors, slice_batch
 from dovetail.errors import ConfigError, DataError
@@ -136,7 +136,7 @@ class Meter:
 
     def flush(self) -> dict[str, list[float]]:
         """Copy the pending values to the host and return them by name."""
-        return self._settle(_to_host(self._waiting())) if self._pending else {}
+        return self._settle(to_host(self._waiting())) if self._pending else {}
 
     def _waiting(self) -> list[Tensor | float]:
         """Return the pending values, followed by their weights if some of these are tensors: one transfer for both."""
@@ -466,7 +466,7 @@ def include_means(metrics: Mapping[str, Metric], meter: Meter) -> None:
 def _flush_together(meters: Sequence[Meter]) -> None:
     """Copy the pending values of all meters to the host in one transfer."""
     waiting = [meter._waiting() for meter in meters]
-    on_host = iter(_to_host([value for values in waiting for value in values]))
+    on_host = iter(to_host([value for values in waiting for value in values]))
     for meter, values in zip(meters, waiting, strict=True):
         meter._settle(list(islice(on_host, len(values))))
 
@@ -502,32 +502,3 @@ def compute_metrics(metrics: Mapping[str, Metric], means: Mapping[str, float]) -
         for part, value in result.items():
             add(f"{prefix}{part}", value)
     return values
-
-
-def _to_host(values: list[Tensor | float]) -> list[float]:
-    """Return all values as floats with one transfer for all tensors."""
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    if not tensors:
-        return [float(value) for value in values]
-    first = tensors[0]
-    # The only place where a report waits for the device.
-    if all(tensor.dtype == first.dtype and tensor.device == first.device for tensor in tensors):
-        numbers = torch.stack(tensors).tolist()
-    else:
-        numbers = _joined(tensors)
-    if len(numbers) == len(values):
-        return [float(number) for number in numbers] if not isinstance(numbers[0], float) else numbers
-    fetched = iter(numbers)
-    return [float(next(fetched)) if isinstance(value, Tensor) else float(value) for value in values]
-
-
-def _joined(tensors: list[Tensor]) -> list[float]:
-    """Return the numbers of tensors of several dtypes or devices, with one transfer."""
-    # The values of a device are joined there; values of the CPU would have to be copied to it first.
-    place = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), tensors[0].device)
-    wide = widest_float(place.type)
-    kinds = dict.fromkeys((tensor.device, tensor.dtype) for tensor in tensors)
-    members = [[i for i, it in enumerate(tensors) if (it.device, it.dtype) == kind] for kind in kinds]
-    stacked = [torch.stack([tensors[index] for index in each]).to(place, wide) for each in members]
-    numbers = dict(zip((index for each in members for index in each), torch.cat(stacked).tolist(), strict=True))
-    return [numbers[index] for index in range(len(tensors))]

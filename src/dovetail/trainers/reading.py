@@ -21,7 +21,7 @@ from dovetail.data.streams.stateful import StatefulLoaderStream
 from dovetail.data.workers import WorkerStates
 from dovetail.errors import DataError
 from dovetail.trainers.context import Stateful
-from dovetail.trainers.device_copies import DeviceCopier
+from dovetail.trainers.device_copies import END, DeviceCopier, draws_nothing
 from dovetail.trainers.randomness import rng_state, set_rng_state
 
 
@@ -265,21 +265,21 @@ class Reader:
         Batches are read one ahead only if this draws no random numbers of this process: otherwise the random numbers
         of a run would depend on its device.
         """
-        return self._copied_ahead(batches, copier) if _draws_nothing(self._loader) else batches
+        return self._copied_ahead(batches, copier) if draws_nothing(self._loader) else batches
 
     def _copied_ahead(self, batches: Iterable[Any], copier: DeviceCopier) -> Iterator[Any]:
         iterator, loader = iter(batches), self._loader
         error: Exception | None = None
-        following = _read_and_copy(iterator, copier)
+        following = copier.read(iterator)
         try:
-            while following is not _END:
+            while following is not END:
                 batch = following
                 self._before_copy = loader.state_dict() if isinstance(loader, DataLoader) else None
                 try:
-                    following = _read_and_copy(iterator, copier)
+                    following = copier.read(iterator)
                 except Exception as failure:
                     # Raise it when the loop requests this batch.
-                    error, following = failure, _END
+                    error, following = failure, END
                 yield batch
         finally:
             copier.forget(following)
@@ -327,26 +327,6 @@ def _read_first(batches: Iterable[Any]) -> Iterator[Any]:
     """Return the same batches, after reading the first one."""
     iterator = iter(batches)
     return chain(list(islice(iterator, 1)), iterator)
-
-
-_END = object()
-
-
-def _read_and_copy(batches: Iterator[Any], copier: DeviceCopier) -> Any:
-    """Return the next batch, after starting its copy; `_END` if there is none."""
-    batch = next(batches, _END)
-    if batch is not _END:
-        copier.start(batch)
-    return batch
-
-
-def _draws_nothing(loader: Any) -> bool:
-    """Return whether reading a batch draws no random numbers of this process, except for the first batch of a pass."""
-    if type(loader) in (list, tuple):
-        return True
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        return False
-    return loader.draws_at_start and (loader.num_workers > 0 or rows_in_memory(loader) is not None)
 
 
 def keeps_place(loader: Any) -> bool:

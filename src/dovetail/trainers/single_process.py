@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from dovetail.data import as_loader
 from dovetail.errors import CheckpointError, ConfigError, DataError, add_note
 from dovetail.history import History
-from dovetail.overrides import is_ours
 from dovetail.trainers import base, loop
 from dovetail.trainers.attributes import (
     CALLBACK_OPTIONS,
@@ -29,7 +28,7 @@ from dovetail.trainers.bound_scheduler import step_schedulers
 from dovetail.trainers.catalog import classifies, is_torch_loss
 from dovetail.trainers.context import Plan, Stage, TrainingContext, Window, stop_deferring
 from dovetail.trainers.data_handling import TrainerData
-from dovetail.trainers.device_copies import DeviceCopier, batch_mover
+from dovetail.trainers.device_copies import Move, batch_mover, copier_ahead
 from dovetail.trainers.devices import as_device, place_model
 from dovetail.trainers.diagnosis import as_output, explain_failure, no_targets
 from dovetail.trainers.export import ExportFormat, export_model
@@ -114,7 +113,7 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
         context.run.metrics_are_default = metrics is None
         self._train_step = train_step
         self._test_step = test_step
-        self._move = batch_mover(self.options.memory_format, torch.device("cpu"))
+        self._move: Move = batch_mover(self.options.memory_format, torch.device("cpu"))
         self._split = batch_splitter(self.options, context)
         self._clipping = clipping_of(self.options)
         self._data = TrainerData(context, self.options.batch_limits)
@@ -207,9 +206,8 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
         if context.stage == "train" and is_fresh and self.options.seed is not None:
             seed_everything(self.options.seed)
         self._place_model(model)
-        if context.device.type != "cpu":
-            # Now, because a layer may have chosen another device.
-            self._move = batch_mover(self.options.memory_format, context.device)
+        # Now, because a layer may have chosen another device.
+        self._move = batch_mover(self.options.memory_format, context.device)
         if context.stage == "train" and context.precision is not None:
             context.precision.start_run(is_new_run=is_fresh)
         if self.criterion is None:
@@ -262,7 +260,7 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
     def batches(self, stage: Stage) -> Iterable[Any]:
         """Return the batches of a stage; in training, the rest of the running epoch from `progress.batch`."""
         reads_ahead = stage == "train" and self.context.run.window.size > 1 and self.num_batches(stage) is None
-        return self._data.batches(stage, self._loader(stage), reads_ahead=reads_ahead, copier=self._copier(stage))
+        return self._data.batches(stage, self._loader(stage), reads_ahead=reads_ahead, copier=copier_ahead(self, stage))
 
     def num_batches(self, stage: Stage) -> int | None:
         """Return the steps of a pass, counted over all processes of the run, or None if the data has no length."""
@@ -500,16 +498,6 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
         if self._weighted is not None:
             return None
         return named_batch(self.context, self.criterion, batch, self.options.target)
-
-    def _copier(self, stage: Stage) -> DeviceCopier | None:
-        """Return the object that may copy a batch to the device before it is used; None if the loop copies it."""
-        copier, outermost = self._move, self.context.run.trainer
-        if not isinstance(copier, DeviceCopier) or outermost is None:
-            return None
-        # A hook or an override of the user may change a batch before it is copied.
-        changes = stage == "train" and self.context.callbacks.on_step_start
-        own = (*outermost._customized_by("batches"), *outermost._customized_by("to_device"))
-        return None if changes or not all(map(is_ours, own)) else copier
 
     def _place_model(self, model: nn.Module) -> None:
         self._placed = place_model(model, self.context.device, self.options.memory_format, self._placed)

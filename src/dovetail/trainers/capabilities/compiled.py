@@ -181,7 +181,6 @@ class Compiled(Capability):
         context = self.context
         if self._is_eager:
             return super().train_step(batch)
-        output: Outputs | None
         try:
             # One of many short runs is checked once, not in every epoch.
             if self._epoch is None or (self._epoch != context.progress.epoch and not context.run.is_one_of_many):
