@@ -247,12 +247,17 @@ def texts(page: Any, column: str) -> list[str]:
     return [str(each) for each in page.evaluate(CELLS, column)]
 
 
+def place(page: Any) -> str:
+    # `page.url` changes only while another call waits for the browser.
+    return str(page.evaluate("location.href"))
+
+
 def test_all_runs_are_listed_searched_and_sorted(tab: Tab) -> None:
     page = tab.page
     page.get_by_text("8 runs: 3 finished, 5 failed").wait_for()
     page.get_by_label("Search runs").fill("runs/seed")
     until(lambda: len(texts(page, "name")) == 3)
-    assert "search=runs" in page.url
+    until(lambda: "search=runs" in place(page))
     page.locator(".ag-header-cell[col-id='name']").click()
     until(lambda: texts(page, "name") == ["runs/seed1-lr0.01", "runs/seed1-lr0.1", "runs/seed2-lr0.1"])
     assert set(texts(page, "state")) == {"✓ finished"}
@@ -279,8 +284,8 @@ def test_selected_runs_are_compared_by_their_differences(tab: Tab) -> None:
 def test_a_link_opens_the_same_view_again(tab: Tab) -> None:
     page = tab.open(f"/compare?runs={','.join(REAL)}")
     page.get_by_role("checkbox", name="log y").click()
-    until(lambda: "log_y=True" in page.url)
-    page.goto(page.url)
+    until(lambda: "log_y=True" in place(page))
+    page.goto(place(page))
     page.wait_for_selector("canvas")
     assert page.get_by_role("checkbox", name="log y").get_attribute("aria-checked") == "true"
 
