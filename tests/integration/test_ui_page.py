@@ -365,7 +365,7 @@ def test_a_run_is_followed_live_and_then_shown_as_killed(tab: Tab, tmp_path: Pat
     shutil.rmtree(folder)
 
 
-def test_buttons_pause_resume_and_kill_an_experiment(tab: Tab, data: Path) -> None:
+def test_buttons_kill_a_trial_and_pause_resume_and_kill_its_experiment(tab: Tab, data: Path) -> None:
     command = [sys.executable, "-m", "dovetail", "experiment", "create", "config.yaml", ".", "--detach"]
     home = data / "code" / ".dovetail"
     environment = {**os.environ, "DOVETAIL_HOME": str(home)}
@@ -376,6 +376,9 @@ def test_buttons_pause_resume_and_kill_an_experiment(tab: Tab, data: Path) -> No
     until(lambda: "0.25" in texts(page, "best"))
     page.locator(".ag-row [col-id='id']").first.click()
     page.get_by_text("<b>learning</b>").wait_for()
+    page.get_by_role("button", name="Kill this trial").click()
+    page.get_by_role("button", name="Yes").click()
+    until(lambda: texts(page, "state")[0] == "CANCELED")
     page.get_by_role("button", name="Close").click()
     page.get_by_role("button", name="Pause").click()
     page.get_by_text("PAUSED", exact=True).wait_for()
