@@ -247,12 +247,17 @@ def texts(page: Any, column: str) -> list[str]:
     return [str(each) for each in page.evaluate(CELLS, column)]
 
 
+def place(page: Any) -> str:
+    # `page.url` changes only while another call waits for the browser.
+    return str(page.evaluate("location.href"))
+
+
 def test_all_runs_are_listed_searched_and_sorted(tab: Tab) -> None:
     page = tab.page
     page.get_by_text("8 runs: 3 finished, 5 failed").wait_for()
     page.get_by_label("Search runs").fill("runs/seed")
     until(lambda: len(texts(page, "name")) == 3)
-    assert "search=runs" in page.url
+    until(lambda: "search=runs" in place(page))
     page.locator(".ag-header-cell[col-id='name']").click()
     until(lambda: texts(page, "name") == ["runs/seed1-lr0.01", "runs/seed1-lr0.1", "runs/seed2-lr0.1"])
     assert set(texts(page, "state")) == {"✓ finished"}
@@ -279,8 +284,8 @@ def test_selected_runs_are_compared_by_their_differences(tab: Tab) -> None:
 def test_a_link_opens_the_same_view_again(tab: Tab) -> None:
     page = tab.open(f"/compare?runs={','.join(REAL)}")
     page.get_by_role("checkbox", name="log y").click()
-    until(lambda: "log_y=True" in page.url)
-    page.goto(page.url)
+    until(lambda: "log_y=True" in place(page))
+    page.goto(place(page))
     page.wait_for_selector("canvas")
     assert page.get_by_role("checkbox", name="log y").get_attribute("aria-checked") == "true"
 
@@ -360,7 +365,7 @@ def test_a_run_is_followed_live_and_then_shown_as_killed(tab: Tab, tmp_path: Pat
     shutil.rmtree(folder)
 
 
-def test_buttons_pause_resume_and_kill_an_experiment(tab: Tab, data: Path) -> None:
+def test_buttons_kill_a_trial_and_pause_resume_and_kill_its_experiment(tab: Tab, data: Path) -> None:
     command = [sys.executable, "-m", "dovetail", "experiment", "create", "config.yaml", ".", "--detach"]
     home = data / "code" / ".dovetail"
     environment = {**os.environ, "DOVETAIL_HOME": str(home)}
@@ -371,6 +376,9 @@ def test_buttons_pause_resume_and_kill_an_experiment(tab: Tab, data: Path) -> No
     until(lambda: "0.25" in texts(page, "best"))
     page.locator(".ag-row [col-id='id']").first.click()
     page.get_by_text("<b>learning</b>").wait_for()
+    page.get_by_role("button", name="Kill this trial").click()
+    page.get_by_role("button", name="Yes").click()
+    until(lambda: texts(page, "state")[0] == "CANCELED")
     page.get_by_role("button", name="Close").click()
     page.get_by_role("button", name="Pause").click()
     page.get_by_text("PAUSED", exact=True).wait_for()
