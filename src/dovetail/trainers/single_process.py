@@ -516,8 +516,6 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
 
 
 _CONSTRUCTOR_NAMES = tuple(inspect.signature(SingleProcessTrainer.__init__).parameters)[1:-1]
-
 # Batches without names, of which nearly all are.
 _PAIRS = (list, tuple)
-
 _NEED_TARGETS = "give pairs (inputs, targets), or a train_step and test_step that need none"
