@@ -79,7 +79,7 @@ class Wait(Callback):
 def train_slowly(folder: Path) -> None:
     x, y = torch.randn(8, 2), torch.tensor([0, 1] * 4)
     options: dict[str, Any] = {"batch_size": 4, "num_epochs": 9, "verbose": False, "callbacks": [Wait(folder)]}
-    data = {"train_dataset": (x, y), "val_dataset": (x, y)}
+    data: dict[str, Any] = {"train_dataset": (x, y), "val_dataset": (x, y)}
     Trainer(torch.nn.Linear(2, 2), "cpu", checkpoint_dir=folder / "live", **data, **options).fit()
 
 
