@@ -85,8 +85,13 @@ def check_output(output: Any, *, optimized: bool, optimizers: Iterable[Optimizer
         optimized: True if the step called `context.backward`.
         optimizers: The optimizers, whose gradients show that the step called `loss.backward()`.
     """
-    parameters = [it for optimizer in optimizers for group in optimizer.param_groups for it in group["params"]]
-    trained = [it for it in parameters if it.grad is not None]
+    trained = [
+        parameter
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None
+    ]
     if not isinstance(output, Mapping) or not (optimized or isinstance(output.get("loss"), Tensor)):
         if trained:
             raise ConfigError(_OWN_BACKWARD)

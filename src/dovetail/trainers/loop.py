@@ -104,7 +104,7 @@ def fit(
     context.run.plan = plan = trainer.plan(**requested)
     # A stop request of an earlier run must not end this one.
     context.run.stop_reason, context.run.signal, context.run.stop_request = None, None, None
-    with running(trainer, "train"), saving.ending_journal(trainer), stop_on_signals(context):
+    with running(trainer, "train"), saving.EndingJournal(trainer), stop_on_signals(context):
         callbacks, progress = context.callbacks, context.progress
         if context.run.base is not None and context.model is not None:
             # Before a checkpoint changes the buffers.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -203,24 +203,29 @@ def start_history(trainer: Trainer) -> None:
     saver.journal.start(facts, is_new=context.progress.batches == 0)
 
 
-@contextlib.contextmanager
-def ending_journal(trainer: Trainer) -> Iterator[None]:
-    """Write to the journal how the run of this block has ended."""
-    run = trainer.context.run
-    before = None if run.saver is None else run.saver.journal
-    state: RunState = "finished"
-    reason = None
-    try:
-        yield
-    except BaseException as error:
-        state = "interrupted" if isinstance(error, (Interrupted, KeyboardInterrupt)) else "failed"
-        reason = f"{type(error).__name__}: {error}"
-        raise
-    finally:
-        journal = None if run.saver is None else run.saver.journal
+class EndingJournal:
+    """Context in which a run trains; afterwards, it writes to the journal how the run has ended.
+
+    A class, because a generator takes twice as many calls, which counts in a run of one step.
+    """
+
+    __slots__ = ("_before", "_run")
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._run = trainer.context.run
+
+    def __enter__(self) -> None:
+        self._before = None if self._run.saver is None else self._run.saver.journal
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        journal = None if self._run.saver is None else self._run.saver.journal
         # The journal of an earlier `fit`, if this one failed before it started.
-        if journal is not None and journal is not before:
-            journal.end(state, reason)
+        if journal is None or journal is self._before:
+            return
+        state: RunState = "finished"
+        if error is not None:
+            state = "interrupted" if isinstance(error, (Interrupted, KeyboardInterrupt)) else "failed"
+        journal.end(state, None if error is None else f"{type(error).__name__}: {error}")
 
 
 def checkpoint(trainer: Trainer, *, due: bool, final: bool = False) -> None:

@@ -206,8 +206,9 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
         if context.stage == "train" and is_fresh and self.options.seed is not None:
             seed_everything(self.options.seed)
         self._place_model(model)
-        # Now, because a layer may have chosen another device.
-        self._move = batch_mover(self.options.memory_format, context.device)
+        if context.device.type != "cpu":
+            # Now, because a layer may have chosen another device.
+            self._move = batch_mover(self.options.memory_format, context.device)
         if context.stage == "train" and context.precision is not None:
             context.precision.start_run(is_new_run=is_fresh)
         if self.criterion is None:
@@ -424,10 +425,10 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
 
     def _loader(self, stage: Stage) -> Any:
         """Return the loader of a stage; it is built once for the data of the stage."""
-        key = self._data.key(stage) if self.context.run.data_set else stage
-        known, loader = self._data.loaders.get(key, (None, None))
-        if known is None or known is not source_of(self, stage):
-            return form_loader(self, self._data, stage)
+        run, data = self.context.run, self._data
+        known, loader = data.loaders.get(data.key(stage) if run.data_set else stage, (None, None))
+        if known is None or known is not (run.data.get(stage) if stage == "train" else source_of(self, stage)):
+            return form_loader(self, data, stage)
         return loader
 
     def close(self) -> None:
