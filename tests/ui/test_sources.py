@@ -169,6 +169,9 @@ def test_charts_of_an_experiment_have_every_trial(tmp_path: Path) -> None:
     parallel = charts.parallel(it)
     assert parallel is not None
     assert [axis["type"] for axis in parallel["parallelAxis"]] == ["log", "category", "value", "value"]
+    # ECharts draws numbers of words at the right places, and all words of such an axis at one place.
+    assert parallel["parallelAxis"][1]["data"] == ["<b>tanh</b>", "relu"]
+    assert [line["value"][1] for line in parallel["series"][0]["data"]] == [1, 1, 1, 0, 0, 0]
     assert len(charts.slices(it)) == 3
     assert charts.parallel(record(tmp_path, 1)) is None
     options, note = charts.importance(it)

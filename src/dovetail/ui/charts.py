@@ -239,9 +239,10 @@ def parallel(record: ExperimentRecord) -> Options | None:
             dimension |= {"type": "log" if is_log else "value", "scale": True}
             places.append(column)
         else:
-            words = [shortened(str(value), 14) for value in column]
-            dimension |= {"type": "category", "data": sorted(set(words))}
-            places.append(words)
+            words = sorted(set(map(str, column)))
+            dimension |= {"type": "category", "data": [shortened(word, 14) for word in words]}
+            # Numbers of the words: as text, all values would be drawn at one place.
+            places.append([words.index(str(value)) for value in column])
         dimensions.append(dimension)
     quality = trial_quality(record)
     data = [
