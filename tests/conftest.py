@@ -17,6 +17,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+# If Comet is installed, transformers imports it with its trainer: without telemetry, and without patches of torch.
+os.environ.setdefault("COMET_ERROR_TRACKING_ENABLE", "false")
+os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
+
 # Tests that share an expensive fixture and therefore run in one test process: prefix of their ids, and process name.
 _TOGETHER = {
     "tests/trainers/test_whole_step.py": "graphs",

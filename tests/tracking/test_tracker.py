@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from dovetail.callbacks import Callback, LambdaCallback
 from dovetail.errors import ConfigError
 from dovetail.tracking import (
+    CometLogger,
     FolderLogger,
     Histogram,
     Logger,
@@ -261,6 +262,7 @@ def test_a_tracker_with_all_loggers_can_be_sent_to_another_process(tmp_path: Pat
         NeptuneLogger("p"),
         MLflowLogger("p"),
         TrackioLogger("p"),
+        CometLogger("p"),
     )
     copied = pickle.loads(pickle.dumps(Tracker(*loggers, histograms_every=3)))
     assert [type(logger) for logger in copied.loggers] == [type(logger) for logger in loggers]

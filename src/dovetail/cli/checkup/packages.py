@@ -36,6 +36,7 @@ PURPOSES: Mapping[str, str] = {
     "streams": "streams of torchdata, webdataset, litData and Hugging Face datasets",
     "onnx": "models exported to ONNX",
     "trackio": "TrackioLogger",
+    "comet": "CometLogger",
 }
 """The extras and their purposes, without extras that only combine others."""
 
