@@ -27,6 +27,7 @@ _TOGETHER = {
     "tests/trainers/capabilities/test_compiled.py": "graphs",
     "tests/federated/test_cost.py": "graphs",
     "tests/trainers/test_cost.py::test_a_layer_makes_at_most_8_more_python_calls_per_step[compiled": "graphs",
+    "tests/accelerator/test_pretend_device.py": "accelerator",
     "tests/search/test_store.py": "store",
     "tests/test_site.py": "site",
     "tests/trainers/test_processes.py::TestAfterTrainingElsewhere": "twins",

@@ -104,6 +104,7 @@ def test_the_calls_per_client_do_not_grow_with_the_number_of_clients() -> None:
 # ------------------------------------------------------------------ one graph for all clients
 
 
+@pytest.mark.torture
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("steps_per_call", [pytest.param(1, marks=pytest.mark.torture), 2])
@@ -158,6 +159,7 @@ def test_a_graph_reads_the_per_client_tensors_of_a_strategy() -> None:
     assert trainer.graphs == 1
 
 
+@pytest.mark.torture
 @needs_compiler
 @pytest.mark.slow
 def test_a_tensor_with_an_unknown_holder_makes_later_clients_eager() -> None:
@@ -180,6 +182,7 @@ class Steeper(Callback):
         context.model[1].negative_slope = 0.5 if context.client_id % 2 == 0 else 0.01
 
 
+@pytest.mark.torture
 @needs_compiler
 @pytest.mark.slow
 def test_a_layer_changed_for_a_client_is_detected_every_time() -> None:
@@ -193,6 +196,7 @@ def test_a_layer_changed_for_a_client_is_detected_every_time() -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.torture
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("is_known", [True, False])

@@ -118,7 +118,7 @@ def rejected() -> str:
 
 
 def newest(folder: Path) -> Path:
-    return max(folder.glob("ck_*"), key=lambda path: path.stat().st_mtime)
+    return max(folder.glob("ck_epoch_*"), key=lambda path: path.stat().st_mtime)
 
 
 def run(folder: Path) -> dict[str, Any]:

@@ -486,7 +486,7 @@ def test_a_checkpoint_holds_everything_listed_by_determined(tmp_path: Path) -> N
     assert len(state["optimizers"]) == 1
     assert len(state["schedulers"]) == 2
     assert {"python", "numpy", "torch"} <= set(state["rng"])
-    assert state["progress"] == {"epoch": 1, "batch": 0, "batches": 6, "records": 44, "updates": 6}
+    assert state["progress"] == {"epoch": 1, "batch": 0, "batches": 6, "records": 44, "tokens": 0, "updates": 6}
     own = state["trial"]
     assert own["hparams"] == {"dropout": 0.1}
     assert own["experiment_config"] == {"name": "it"}

@@ -97,11 +97,11 @@ def _unfinished(folder: Path) -> set[str]:
 
 
 def _files(folder: Path) -> dict[str, bytes]:
-    """Return all files with their contents, without the time and the run id, which differ between equal runs."""
+    """Return all files with their contents, without times, run id and journal, which differ between equal runs."""
     contents = {
         str(path.relative_to(folder)): path.read_bytes()
         for path in folder.rglob("*")
-        if path.is_file() and path.name != "manifest.json"
+        if path.is_file() and path.name != "manifest.json" and not path.name.endswith("_run.jsonl")
     }
     for name, content in contents.items():
         if name.endswith("/state.json"):

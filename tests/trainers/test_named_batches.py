@@ -154,6 +154,7 @@ def test_micro_batches_of_a_masked_batch_count_by_their_labels() -> None:
     assert difference(small, trained(Tagger, [large])) < 1e-12
 
 
+@pytest.mark.torture
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.usefixtures("compiler_cache")

@@ -98,6 +98,7 @@ def test_a_schedule_over_the_run_rejects_a_length_in_tokens() -> None:
         trainer.fit((X, Y), max_length=Tokens(10))
 
 
+@pytest.mark.torture
 @needs_compiler
 @pytest.mark.slow
 def test_several_steps_per_call_end_at_the_same_token() -> None:

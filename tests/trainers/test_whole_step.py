@@ -197,6 +197,7 @@ def test_an_optimizer_with_a_traced_update_resumes_an_eager_state(problem: Probl
     assert_near(train(eager_step, traced_step), expected)
 
 
+@pytest.mark.torture
 @needs_compiler
 @pytest.mark.slow
 def test_compiled_and_eager_steps_share_one_optimizer_state(problem: Problem) -> None:
@@ -220,6 +221,7 @@ def test_compiled_and_eager_steps_share_one_optimizer_state(problem: Problem) ->
         assert_near(optimizer.state_dict(), expected_state.state_dict())
 
 
+@pytest.mark.torture
 @needs_compiler
 @pytest.mark.slow
 def test_a_state_loaded_into_the_optimizer_is_used_by_its_graph(problem: Problem) -> None:
@@ -258,6 +260,7 @@ def test_optimizer_hyperparameters_change_without_a_new_graph(problem: Problem) 
     assert step.num_graphs == 1
 
 
+@pytest.mark.torture
 @needs_compiler
 @pytest.mark.slow
 def test_a_new_batch_shape_is_compiled_at_its_eighth_occurrence(problem: Problem) -> None:
@@ -273,6 +276,7 @@ def test_a_new_batch_shape_is_compiled_at_its_eighth_occurrence(problem: Problem
     assert step.num_graphs == 2
 
 
+@pytest.mark.torture
 @needs_compiler
 @pytest.mark.slow
 def test_a_shape_that_occurs_twice_in_a_row_is_compiled_after_a_resume(problem: Problem) -> None:
@@ -291,6 +295,7 @@ def test_a_shape_that_occurs_twice_in_a_row_is_compiled_after_a_resume(problem: 
     assert resumed(shorter(full, 5)) is not None
 
 
+@pytest.mark.torture
 @needs_compiler
 @pytest.mark.slow
 def test_among_many_runs_all_shorter_batches_share_one_graph(problem: Problem) -> None:
@@ -319,6 +324,7 @@ def test_among_many_runs_all_shorter_batches_share_one_graph(problem: Problem) -
         assert_near(weight, model.weight.detach())
 
 
+@pytest.mark.torture
 @needs_compiler
 @pytest.mark.slow
 def test_a_graph_for_shorter_batches_is_used_only_if_it_is_valid(problem: Problem) -> None:
@@ -371,6 +377,7 @@ def test_attention_without_dropout_draws_no_random_numbers() -> None:
     assert_near(ours.state_dict(), theirs.state_dict())
 
 
+@pytest.mark.torture
 @needs_compiler
 @pytest.mark.slow
 def test_a_step_without_a_graph_for_shorter_batches_has_one_for_full_ones(problem: Problem) -> None:
@@ -404,6 +411,7 @@ def test_a_step_with_python_side_effects_is_rejected_and_undone(problem: Problem
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
+@pytest.mark.torture
 @needs_compiler
 @pytest.mark.slow
 def test_a_graph_is_reused_with_a_new_optimizer_of_the_same_parameters(problem: Problem) -> None:
@@ -500,6 +508,7 @@ def test_a_long_compiled_run_in_double_precision_equals_the_eager_run() -> None:
     torch.testing.assert_close(train(whole_step), train(eager_step), rtol=0, atol=1e-12)
 
 
+@pytest.mark.torture
 @needs_compiler
 @pytest.mark.slow
 def test_several_steps_in_one_call_equal_as_many_calls_bit_for_bit(problem: Problem) -> None:
@@ -519,6 +528,7 @@ def test_several_steps_in_one_call_equal_as_many_calls_bit_for_bit(problem: Prob
     torch.testing.assert_close(train(2), train(1), rtol=0, atol=0)
 
 
+@pytest.mark.torture
 @needs_compiler
 @pytest.mark.slow
 def test_several_steps_per_call_require_a_proven_graph_for_one_step(problem: Problem) -> None:
@@ -633,6 +643,7 @@ def test_a_missing_compiler_is_named() -> None:
         assert refusal(mean, linear()) == "there is no C++ compiler, such as g++"
 
 
+@pytest.mark.torture
 @needs_compiler
 @pytest.mark.slow
 def test_a_compiled_loss_with_one_element_equals_eager_training(problem: Problem) -> None:

@@ -456,6 +456,7 @@ def test_a_graph_with_gradients_outside_of_it_equals_eager_training(
         torch.testing.assert_close(found, due, rtol=0, atol=tolerance)
 
 
+@pytest.mark.torture
 @needs_compiler
 @pytest.mark.slow
 def test_two_compiled_graphs_of_an_update_equal_eager_training(problem: Problem) -> None:
@@ -468,6 +469,7 @@ def test_two_compiled_graphs_of_an_update_equal_eager_training(problem: Problem)
     torch.testing.assert_close(compiled.model.state_dict(), eager.model.state_dict(), rtol=0, atol=5e-6)
 
 
+@pytest.mark.torture
 @needs_compiler
 @pytest.mark.slow
 def test_a_compiled_bfloat16_step_is_near_the_eager_one(problem: Problem) -> None:

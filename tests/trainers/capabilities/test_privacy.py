@@ -590,7 +590,7 @@ def of_one_layer(trainer: Any, batch: Any) -> dict[str, Any]:
         (two_losses, "one loss per batch"),
         (past_the_context, r"call context\.backward\(loss\) instead of loss\.backward\(\)"),
         (past_everything, r"context\.step\(\) instead of optimizer\.step\(\)"),
-        (twice_at_once, r"call context\.backward\(loss\) instead of loss\.backward\(\)"),
+        (twice_at_once, r"write self\.context\.backward\(loss\) .* in place of loss\.backward\(\)"),
         (with_a_penalty, "the loss depends on '0.weight' outside its layer"),
         (for_nothing, r"compute it under torch\.no_grad\(\)"),
         (of_half_the_batch, "'0.weight' saw 4 samples in a batch of 8"),

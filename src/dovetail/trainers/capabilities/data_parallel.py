@@ -401,9 +401,15 @@ class DataParallel(Capability):
         flags = _NO_STOP_REQUEST if context.run.stop_request is None else self._flags()
         # Tokens in two parts, because large numbers are not exact in float32.
         counts = [samples, *flags, tokens // _TOKEN_UNIT, tokens % _TOKEN_UNIT]
-        extras, context.run.batch.num_averaged = self._exchanges.average(
-            group, optimizer, weight, counts, self._can_overlap
-        )
+        exchanges, extras = self._exchanges, None
+        exchange = exchanges.by_optimizer.get(id(optimizer))
+        if exchange is not None and exchange.optimizer is optimizer and not self._is_compressed:
+            # Without the call below, which counts in the step of a small model.
+            extras, context.run.batch.num_averaged = exchange.average(group, weight, counts), exchange.weight
+        if extras is None:
+            extras, context.run.batch.num_averaged = exchanges.average(
+                group, optimizer, weight, counts, self._can_overlap
+            )
         if turn.extras is None:
             turn.extras = extras
 

@@ -24,6 +24,7 @@ class Exchanges:
         compression: The form in which gradients are sent; None means in full.
 
     Attributes:
+        by_optimizer: The exchanges by the id of their optimizer.
         overlapping: The exchanges that can send gradients while the backward pass runs.
     """
 
@@ -33,7 +34,7 @@ class Exchanges:
         self._compression = compression
         # The compression's state of a checkpoint, by the number of the optimizer, until its gradients are averaged.
         self._saved: dict[str, Any] = {}
-        self._by_optimizer: dict[int, GradientExchange] = {}
+        self.by_optimizer: dict[int, GradientExchange] = {}
         self.overlapping: list[GradientExchange] = []
 
     def start_run(self, *, is_fresh: bool) -> None:
@@ -42,7 +43,7 @@ class Exchanges:
         Raises:
             ConfigError: The errors of the compression cannot be added to later gradients.
         """
-        self._by_optimizer, self.overlapping = {}, []
+        self.by_optimizer, self.overlapping = {}, []
         precision, compression = self._context.precision, self._compression
         if compression is None:
             return
@@ -58,7 +59,7 @@ class Exchanges:
         """Divide the gradients before the first batch, so that its gradients already travel in its backward pass."""
         # A compression may need the weights of an update, which are known when it is averaged.
         for optimizer in self._context.optimizers if self._compression is None else ():
-            if id(optimizer) not in self._by_optimizer:
+            if id(optimizer) not in self.by_optimizer:
                 self._build(group, optimizer, 0, can_overlap)
 
     def open(self, weight: Any, factor: Any) -> None:
@@ -77,7 +78,7 @@ class Exchanges:
         self, group: Group, optimizer: Optimizer, weight: Any, counts: list[float], can_overlap: Callable[[], bool]
     ) -> tuple[list[float], float]:
         """Average an optimizer's gradients over all processes, and return the sums of `counts` and the whole weight."""
-        exchange, sums = self._by_optimizer.get(id(optimizer)), None
+        exchange, sums = self.by_optimizer.get(id(optimizer)), None
         if self._compression is not None and exchange is not None:
             exchange.is_compressed = self._compression.applies(self._context.progress.updates)
         if exchange is not None and exchange.optimizer is optimizer:
@@ -92,13 +93,13 @@ class Exchanges:
         """Remove the hooks, and store the state of the compression for another run."""
         if self._compression is not None:
             self._saved = self.compression_state()
-        for exchange in self._by_optimizer.values():
+        for exchange in self.by_optimizer.values():
             exchange.leave()
-        self._by_optimizer, self.overlapping = {}, []
+        self.by_optimizer, self.overlapping = {}, []
 
     def compression_state(self) -> dict[str, Any]:
         """Return the state of the compression in this process, by the number of the optimizer."""
-        running = {self._position(it.optimizer): it.state_dict() for it in self._by_optimizer.values()}
+        running = {self._position(it.optimizer): it.state_dict() for it in self.by_optimizer.values()}
         return {**self._saved, **running}
 
     def load_compression_state(self, saved: Sequence[Any], rank: int, size: int) -> None:
@@ -110,7 +111,7 @@ class Exchanges:
     ) -> GradientExchange:
         """Divide the gradients of an optimizer into buckets. A collective call."""
         compression, position = self._compression, self._position(optimizer)
-        old = self._by_optimizer.get(id(optimizer))
+        old = self.by_optimizer.get(id(optimizer))
         if old is not None:
             old.leave()
         model = self._context.model
@@ -123,7 +124,7 @@ class Exchanges:
             group.sum(total)
             unit = unit_of(total.item())
         exchange = GradientExchange(optimizer, order, self._bucket_size, compression, unit)
-        self._by_optimizer[id(optimizer)] = exchange
+        self.by_optimizer[id(optimizer)] = exchange
         if saved is not None:
             exchange.load_state_dict(saved)
         exchange.is_compressed = compression is not None and compression.applies(self._context.progress.updates)
@@ -131,7 +132,7 @@ class Exchanges:
             exchange.prepare_overlap(group)
         if not can_overlap():
             exchange.stop_overlap()
-        self.overlapping = [it for it in self._by_optimizer.values() if it.overlaps]
+        self.overlapping = [it for it in self.by_optimizer.values() if it.overlaps]
         return exchange
 
     def _position(self, optimizer: Optimizer) -> str:
