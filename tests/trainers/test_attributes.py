@@ -297,7 +297,14 @@ def test_an_lbfgs_with_accumulation_is_rejected_in_every_run(problem: Problem) -
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiler_cache")
-@pytest.mark.parametrize(("name", "value"), [("gradient_clip", 0.01), ("weight_decay", 0.5), ("momentum", 0.9)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("weight_decay", 0.5),
+        pytest.param("gradient_clip", 0.01, marks=pytest.mark.torture),
+        pytest.param("momentum", 0.9, marks=pytest.mark.torture),
+    ],
+)
 def test_a_compiled_step_follows_assignments(problem: Problem, name: str, value: Any) -> None:
     compiled, eager = make(problem), make(problem)
     for trainer in (CompiledTrainer(compiled), eager):

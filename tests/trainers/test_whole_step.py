@@ -239,6 +239,7 @@ def test_a_state_loaded_into_the_optimizer_is_used_by_its_graph(problem: Problem
     assert_near(train(whole_step), train(eager_step))
 
 
+@pytest.mark.torture
 @needs_compiler
 @pytest.mark.slow
 def test_optimizer_hyperparameters_change_without_a_new_graph(problem: Problem) -> None:
@@ -366,6 +367,7 @@ class Attention(nn.Module):
         return logits
 
 
+@pytest.mark.torture
 @needs_compiler
 @pytest.mark.slow
 def test_attention_without_dropout_draws_no_random_numbers() -> None:
@@ -448,6 +450,7 @@ def cnn() -> tuple[nn.Module, tuple[int, ...]]:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(288, 5)), (1, 16, 16)
 
 
+@pytest.mark.torture
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize(

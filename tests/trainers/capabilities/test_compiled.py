@@ -136,6 +136,7 @@ def test_a_checkpoint_resumes_compiled_or_eagerly(problem: Problem, tmp_path: Pa
     torch.testing.assert_close(second.model.state_dict(), whole.model.state_dict(), rtol=0, atol=5e-6)
 
 
+@pytest.mark.torture
 @needs_compiler
 @pytest.mark.slow
 def test_strategies_see_the_current_batch_and_its_loss_in_a_compiled_run(problem: Problem) -> None:
@@ -313,6 +314,7 @@ class OwnAfterStep(Trainer):
         super().after_step(output)
 
 
+@pytest.mark.torture
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize(
