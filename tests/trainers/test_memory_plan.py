@@ -116,9 +116,12 @@ def bytes_of(values: Any) -> int:
 
 def allocated_peak(build: Case, batch: int) -> int:
     """The most bytes that the allocator of torch had given out at once, in a real run of two windows."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        trainer, data = build()
-        trainer.fit(data, max_length=Epochs(2))
+    with pytest.MonkeyPatch.context() as patch:
+        # The first profiler of a process decides whether all of them print a line at their start.
+        patch.setenv("KINETO_LOG_LEVEL", "6")
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+            trainer, data = build()
+            trainer.fit(data, max_length=Epochs(2))
     kineto = recorded.profiler.kineto_results
     events = sorted((it for it in kineto.events() if it.name() == "[memory]"), key=lambda it: it.start_ns())
     now = peak = 0

@@ -33,6 +33,7 @@ EIGHT_UPDATES: dict[str, Any] = {
 
 
 def make(**options: Any) -> Trainer:
+    torch.manual_seed(0)
     return Trainer(nn.Linear(4, 2), "cpu", callbacks=[LRMonitor(Updates(1))], **{**EIGHT_UPDATES, **options})
 
 
