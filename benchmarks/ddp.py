@@ -29,7 +29,7 @@ BAR = 1.02
 # Rounds, and those of a quick run.
 ROUNDS = (31, 3)
 # Rates of the limited loopback, with the steps and rounds of each; a step at the slowest rate takes a second.
-RATES = {"10gbit": (10, (31, 3)), "1gbit": (4, (25, 2)), "400mbit": (3, (17, 2))}
+RATES = {"10gbit": (10, (41, 3)), "1gbit": (3, (31, 2)), "400mbit": (2, (25, 2))}
 
 
 def main(arguments: list[str] | None = None) -> int:
