@@ -26,6 +26,13 @@ def test_a_light_import_loads_no_torch_and_starts_no_thread(module: str) -> None
     assert done.returncode == 0, done.stderr
 
 
+def test_a_trainer_is_imported_without_the_compiler_of_torch() -> None:
+    # The compiler takes a second, and the command line and data tools do without it.
+    script = "import sys; import dovetail.trainers; assert 'torch._dynamo' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_public_names_are_imported_on_first_access() -> None:
     import dovetail
 

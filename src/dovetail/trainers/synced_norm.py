@@ -65,13 +65,18 @@ class _SyncedForward:
     def __init__(self, module: _BatchNorm, sync: NormSync) -> None:
         self._module = module
         self._sync = sync
+        # Not as a decorator of the method: this function imports a compiler, which takes a second.
+        self._compute = torch.compiler.disable(self._normalize)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _SyncedForward:
         # The copy of a model, such as an average of its weights, has the same group and its own module.
         return _SyncedForward(copy.deepcopy(self._module, memo), self._sync)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch has no types for it
     def __call__(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self._compute(inputs)
+        return outputs
+
+    def _normalize(self, inputs: Tensor) -> Tensor:
         module, sync = self._module, self._sync
         if not module.training or not sync.is_training:
             return type(module).forward(module, inputs)
