@@ -170,7 +170,8 @@ def test_the_partition_is_drawn_as_bars_or_as_shares() -> None:
     for num_clients, kind in ((5, "bar"), (60, "heatmap")):
         plain = count_labels(dirichlet(labels, num_clients, alpha=1.0, min_samples=0), labels).to_plain()
         table = PartitionTable(**plain)
-        options = partition(table)
+        title, options = partition(table)
+        assert title == f"Samples of each label at {num_clients} clients"
         json.dumps(options, allow_nan=False)
         assert {each["type"] for each in options["series"]} == {kind}
         if kind == "bar":

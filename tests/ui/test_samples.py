@@ -134,8 +134,13 @@ def test_usage_has_a_chart_for_each_kind_of_value(tmp_path: Path) -> None:
     reader = SamplesReader(path)
     reader.update()
     drawn = dict(usage(reader, 90.0))
-    assert list(drawn) == ["CPU, percent", "Memory, GB", "Memory of the device, GB", "Use of the device, percent"]
-    assert [each["data"][0] for each in drawn["Memory, GB"]["series"]] == [[10.0, 2.0], [10.0, 3.0], [10.0, 8.0]]
+    assert {title: [each["data"][0] for each in options["series"]] for title, options in drawn.items()} == {
+        "CPU, percent": [[10.0, 150.0], [10.0, 80.0]],
+        "Memory of the process and its children, GB": [[10.0, 2.0]],
+        "Memory of the machine, GB": [[10.0, 3.0], [10.0, 8.0]],
+        "Memory of the device, GB": [[10.0, 1.0]],
+        "Use of the device, percent": [[10.0, 97.0]],
+    }
 
 
 def test_a_window_with_a_loss_that_is_not_finite_is_a_gap(tmp_path: Path) -> None:

@@ -279,6 +279,8 @@ def bars(names: Sequence[str], values: Sequence[float], label: str = "", *, upri
     options = axes(label)
     category = {**_axis(False), "type": "category", "data": list(names), "splitLine": {"show": False}}
     category["axisLabel"] = {"color": GREY, "hideOverlap": True}
+    if upright:
+        category |= {"name": label, "nameLocation": "middle", "nameGap": 26}
     value = {**_axis(False), "scale": False, "name": label, "nameLocation": "middle", "nameGap": 26}
     options["xAxis"], options["yAxis"] = (category, {**value, "name": ""}) if upright else (value, category)
     options["series"] = [{"type": "bar", "data": list(values), "color": PALETTE[0], "barMaxWidth": 22}]
@@ -414,7 +416,7 @@ def selection_map(federation: Federation) -> Options:
     category = {**_axis(False), "type": "category", "splitLine": {"show": False}}
     options["xAxis"] = {**category, "data": [str(each.number) for each in federation.rounds], "name": "round",
                         "nameLocation": "middle", "nameGap": 26}  # fmt: skip
-    options["yAxis"] = {**category, "data": [str(client) for client in clients], "name": "client"}
+    options["yAxis"] = {**category, "data": [str(client) for client in clients]}
     pieces = [
         {"value": 0, "label": "update used", "color": PALETTE[0]},
         {"value": 1, "label": "not used yet", "color": PALETTE[1]},

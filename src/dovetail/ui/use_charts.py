@@ -13,9 +13,9 @@ from dovetail.ui.samples import SamplesReader
 from dovetail.ui.series import downsample
 
 _POINTS = 1000
-_MOST_BARS, _MOST_COLORS, _MOST_ROWS = 50, 21, 250
-# The share of a client's samples: white on a light page would be invisible on a dark one.
-_SHADES = ("#dce9f2", "#8ab8d8", "#2f86bd", "#0b4f7d", "#062a44")
+_MOST_BARS, _MOST_COLORS, _MOST_ROWS = 50, 21, 120
+# Small shares are almost transparent, so that they look small on a light and on a dark page.
+_SHADES = ("rgba(0,114,178,0.08)", "rgba(0,114,178,1)", "rgba(230,159,0,1)")
 
 
 def usage(samples: SamplesReader, start: float | None) -> Iterator[tuple[str, Options]]:
@@ -35,10 +35,9 @@ def usage(samples: SamplesReader, start: float | None) -> Iterator[tuple[str, Op
     yield from _chart(
         "CPU, percent", seconds, {"process and its children, of one core": cores, "machine, of all cores": machine}
     )
+    yield from _chart("Memory of the process and its children, GB", seconds, {"process": _giga(memory)})
     yield from _chart(
-        "Memory, GB",
-        seconds,
-        {"process and its children": _giga(memory), "machine": _giga(all_memory), "installed": _giga(total)},
+        "Memory of the machine, GB", seconds, {"used by all processes": _giga(all_memory), "installed": _giga(total)}
     )
     yield from _chart(
         "Memory of the device, GB",
@@ -70,16 +69,19 @@ def _chart(title: str, seconds: Numbers, curves: dict[str, Numbers | None]) -> I
         yield title, legend(options, len(options["series"]))
 
 
-def partition(table: PartitionTable) -> Options:
-    """Return the samples of each label at each client: stacked bars, or a picture of shares if there are many."""
+def partition(table: PartitionTable) -> tuple[str, Options]:
+    """Return the title and the chart of a partition: stacked bars, or a picture of shares if there are many."""
+    drawn = table.clients[:: -(-len(table.clients) // _MOST_ROWS)]
+    what = "Samples" if table.labels == ("",) else "Samples of each label"
+    some = "" if len(drawn) == table.num_clients else f" of {table.num_clients:,}"
+    title = f"{what} at {len(drawn):,}{some} clients"
     if len(table.clients) <= _MOST_BARS and len(table.labels) <= _MOST_COLORS:
-        return _partition_bars(table)
-    return _partition_shares(table)
+        return title, _partition_bars(table)
+    return title, _partition_shares(table)
 
 
 def _partition_bars(table: PartitionTable) -> Options:
     options = bars([str(client) for client in table.clients], [], "client", upright=True)
-    options["xAxis"] |= {"name": "client", "nameLocation": "middle", "nameGap": 26}
     counts = np.array(table.counts)
     options["series"] = [
         {
@@ -115,8 +117,8 @@ def _partition_shares(table: PartitionTable) -> Options:
     category = {**options["xAxis"], "type": "category", "splitLine": {"show": False}}
     options["xAxis"] = {**category, "data": [shortened(name or "samples", 14) for name in table.labels]}
     shown = table.clients[::every]
-    options["yAxis"] = {**category, "data": [str(client) for client in shown], "inverse": True, "nameLocation": "end",
-                        "name": "client" if len(shown) == table.num_clients else "client, some of all"}  # fmt: skip
+    options["yAxis"] = {**category, "data": [str(client) for client in shown], "inverse": True, "nameLocation": "start",
+                        "name": "client", "nameGap": 12}  # fmt: skip
     rows, columns = np.nonzero(counts)
     cells = [
         [int(column), int(row), round(float(shares[row, column]), 3), int(counts[row, column])]

@@ -62,9 +62,10 @@ class WriteJournal(ServerCallback):
         for journal in self._journals:
             journal.start(facts, is_new=not server.records)
         counts = _label_counts(server)
-        for folder in self.folders if counts is not None else ():
+        content = b"" if counts is None else json.dumps(counts.to_plain()).encode()
+        for folder in self.folders if content else ():
             with suppress(OSError):
-                write_atomically(folder / PARTITION, json.dumps(counts.to_plain()).encode())
+                write_atomically(folder / PARTITION, content)
 
     def on_clients_processed(self, server: Any) -> None:
         record = round_line(server.records[-1])

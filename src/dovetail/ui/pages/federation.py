@@ -97,9 +97,8 @@ class _FederationView:
             **dict(usage(it.samples, it.journal.first_start)),
         }
         if it.partition is not None:
-            some = "" if len(it.partition.clients) == it.partition.num_clients else f" of {it.partition.num_clients:,}"
-            known = "Samples" if it.partition.labels == ("",) else "Samples of each label"
-            found = {f"{known} at {len(it.partition.clients):,}{some} clients": partition(it.partition), **found}
+            title, picture = partition(it.partition)
+            found = {title: picture, **found}
         for title, options in found.items():
             if options is None:
                 continue
