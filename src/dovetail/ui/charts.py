@@ -86,7 +86,7 @@ def axes(x: str, y: str = "", *, log_x: bool = False, log_y: bool = False) -> Op
         "animation": False,
         "backgroundColor": "transparent",
         "textStyle": {"fontFamily": "inherit"},
-        "grid": {"left": 8, "right": 16, "top": 34 if y else 14, "bottom": 30, "containLabel": True},
+        "grid": {"left": 8, "right": 26, "top": 34 if y else 14, "bottom": 30, "containLabel": True},
         "xAxis": {**_axis(log_x), "name": x, "nameLocation": "middle", "nameGap": 26},
         "yAxis": {**_axis(log_y), "name": shortened(y, 40), "nameTextStyle": {"align": "left", "color": GREY}},
         "tooltip": {"trigger": "axis", "confine": True, "order": "valueAsc", "appendTo": "body"},
@@ -432,4 +432,6 @@ def selection_map(federation: Federation) -> Options:
 
 def counts(values: Mapping[int, int], label: str) -> Options:
     """Return a number for every client."""
-    return bars([str(client) for client in values], list(values.values()), label, upright=True)
+    options = bars([str(client) for client in values], list(values.values()), label, upright=True)
+    options["yAxis"]["minInterval"] = 1
+    return options

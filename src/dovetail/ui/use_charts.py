@@ -130,7 +130,7 @@ def _partition_shares(table: PartitionTable) -> Options:
         "text": ["share of the client's samples" if table.labels != ("",) else "samples", ""],
         "textStyle": {"color": GREY},
     }  # fmt: skip
-    options["grid"]["top"] = 56
+    options["grid"]["top"] = 64
     options["series"] = [{"type": "heatmap", "data": cells, "name": "share and samples", "progressive": 0}]
     options["tooltip"] = {"trigger": "item", "confine": True}
     return options

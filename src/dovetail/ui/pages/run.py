@@ -44,7 +44,8 @@ _POINTS = 1500
 _NORM = "gradient norm before clipping"
 _TITLES = {"gradients_size": _NORM}
 # The sampled values that are drawn in a chart, by its title.
-_SAMPLED = {"lr": "lr", _NORM: "gradient_norm"}
+_SAMPLED = {"loss": "loss", "lr": "lr", _NORM: "gradient_norm"}
+_LABELS = {"loss": "mean of batches between samples"}
 _TO_END = "const it = document.getElementById('dt-log'); if (it) it.scrollTop = it.scrollHeight"
 
 
@@ -198,7 +199,8 @@ class _RunView:
             xs, ys = xs[ys > 0], ys[ys > 0]
         if len(xs):
             drawn = points(*downsample(xs, smooth(ys, self.smoothing), _POINTS))
-            options["series"].append(line(f"{name}, sampled", drawn, len(options["series"])))
+            label = _LABELS.get(title, f"{name}, sampled")
+            options["series"].append(line(label, drawn, len(options["series"]), z=3))
         return bool(len(xs))
 
     def _settings(self) -> None:
