@@ -63,7 +63,7 @@ def run_on_flower(
     view = _ServerView(config)
     listeners = with_results([it() if isinstance(it, type) else it for it in callbacks], config.results)
     # The server in Flower's process writes the journal beside its checkpoints.
-    listeners = with_journal(listeners, config, results_only=True)
+    listeners = with_journal(listeners)
     # The results are written here, and not by the server in Flower's process.
     config = replace(config, results=ResultsConfig())
     with tempfile.TemporaryDirectory(prefix="dovetail-flower-") as scratch, LocalFlower(Path(scratch), nodes) as flower:

@@ -20,6 +20,7 @@ from dovetail.federated.callbacks import ServerCallback
 from dovetail.federated.config import FederatedConfig
 from dovetail.federated.data.label_counts import LabelCounts
 from dovetail.federated.records import RoundRecord
+from dovetail.federated.servers.results import WriteResults
 from dovetail.history.journal import RunJournal, RunState
 from dovetail.history.lines import write_atomically
 from dovetail.runtime.signals import Interrupted
@@ -85,22 +86,21 @@ class WriteJournal(ServerCallback):
         self._journals = []
 
 
-def with_journal(
-    callbacks: Sequence[ServerCallback], config: FederatedConfig, *, results_only: bool = False
-) -> list[ServerCallback]:
-    """Return the callbacks, and one that writes the journal if a folder is set for checkpoints or results.
+def with_journal(callbacks: Sequence[ServerCallback], checkpoint_path: str | None = None) -> list[ServerCallback]:
+    """Return the callbacks, and one that writes the journal beside checkpoints and results, if there are any.
 
     Args:
-        callbacks: The callbacks.
-        config: The settings, with the folders.
-        results_only: True to leave the folder of checkpoints out.
+        callbacks: The callbacks; those that write results have their folders.
+        checkpoint_path: The folder of checkpoints; None means that there is none.
 
     Example:
-        >>> [type(it).__name__ for it in with_journal([], FederatedConfig().with_settings(result_path="out"))]
+        >>> [type(it).__name__ for it in with_journal([], "out")]
         ['WriteJournal']
     """
-    paths = [None if results_only else config.server.checkpoint_path, config.results.result_path]
-    folders = dict.fromkeys(Path(path).absolute() for path in paths if path is not None)
+    found = [it.folder for it in callbacks if isinstance(it, WriteResults)]
+    if checkpoint_path is not None:
+        found.append(Path(checkpoint_path))
+    folders = dict.fromkeys(path.absolute() for path in found)
     is_written = any(isinstance(it, WriteJournal) for it in callbacks)
     return list(callbacks) if is_written or not folders else [*callbacks, WriteJournal(list(folders))]
 

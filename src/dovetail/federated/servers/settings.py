@@ -87,7 +87,8 @@ def read_settings(
     settings = ServerSettings(
         config,
         callbacks=with_journal(
-            with_results([as_callback(it, ServerCallback) for it in callbacks or ()], config.results), config
+            with_results([as_callback(it, ServerCallback) for it in callbacks or ()], config.results),
+            server.checkpoint_path,
         ),
         algorithm=_copied(algorithm) or algorithm_of(config.algorithm),
         selection=selection or _build_selection(server),
