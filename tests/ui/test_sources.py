@@ -214,8 +214,8 @@ def test_a_federation_is_read_from_its_checkpoint_and_from_its_table(tmp_path: P
     server = fedavg.Server(checkpoint_path=str(folder), **options)
     server.run()
     # An earlier version wrote no journal.
-    for each in (folder, table):
-        (each / "federation_run.jsonl").unlink()
+    for place in (folder, table):
+        (place / "federation_run.jsonl").unlink()
     library = Library([tmp_path])
     library.scan()
     library.poll()

@@ -139,7 +139,8 @@ def _descendants(process: psutil.Process) -> list[psutil.Process]:
     if not listed.exists():
         return process.children(recursive=True)
     # Linux lists the children of each thread. psutil would read the status of every process of the machine.
-    found, waiting = [], [process.pid]
+    found: list[int] = []
+    waiting = [process.pid]
     while waiting:
         tasks = Path("/proc", str(waiting.pop()), "task")
         with suppress(OSError):

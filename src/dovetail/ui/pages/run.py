@@ -168,6 +168,10 @@ class _RunView:
             # Losses of single batches are behind the others, and pale.
             for index, name in enumerate(sorted(names, key=lambda name: name == BATCH_LOSS)):
                 xs, ys = self.run.series(name, self.x)
+                if name == BATCH_LOSS:
+                    # The means that follow are a curve of their own.
+                    num_losses = len(self.run.load().losses)
+                    xs, ys = xs[:num_losses], ys[:num_losses]
                 if self.log_y:
                     xs, ys = xs[ys > 0], ys[ys > 0]
                 xs, ys = downsample(xs, smooth(ys, self.smoothing), _POINTS)
