@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -181,6 +183,29 @@ def peak_memory(device: torch.device, *, reset: bool = False) -> int | None:
     if reset:
         start(device)
     return peak
+
+
+def device_use(device: torch.device) -> dict[str, float]:
+    """Return the bytes of tensors on an accelerator, all of its memory, and its use in percent, if torch reports them.
+
+    Example:
+        >>> device_use(torch.device("cpu"))
+        {}
+    """
+    accelerator = None if device.type in _ALWAYS_HERE else current_accelerator()
+    if accelerator is None or accelerator.type != device.type:
+        return {}
+    found: dict[str, float] = {}
+    # Backends of extensions may lack any of these.
+    with suppress(Exception):
+        found["device_memory"] = torch.accelerator.memory_allocated(device)
+    with suppress(Exception):
+        found["device_total"] = torch.accelerator.get_memory_info(device)[1]
+    # Without its library, torch would raise at every call.
+    if device.type == "cuda" and (torch.version.hip or find_spec("pynvml") is not None):
+        with suppress(Exception):
+            found["device_use"] = torch.cuda.utilization(device)
+    return found
 
 
 @cache

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from dovetail.callbacks import Callback
-from dovetail.history import History
+from dovetail.history import History, samples
 from dovetail.history.journal import RunJournal, journal_path
 from dovetail.servers import fedavg
 from dovetail.trainers import Trainer
@@ -155,9 +155,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "learning_rate": rate,
             "seed": seed,
         }
-        Trainer(
-            torch.nn.Linear(2, 2), "cpu", train_dataset=(x, y), val_dataset=(x, y), checkpoint_dir=run, **options
-        ).fit()
+        with pytest.MonkeyPatch.context() as patch:
+            # A sample at every report.
+            for name in ("FIRST", "SHORTEST", "_COST_FACTOR"):
+                patch.setattr(samples, name, 0.0)
+            Trainer(
+                torch.nn.Linear(2, 2), "cpu", train_dataset=(x, y), val_dataset=(x, y), checkpoint_dir=run, **options
+            ).fit()
     for name in HOSTILE.values():
         write_run(folder / "hostile" / name.replace("/", "∕"), name, {name: name, "lr": 0.5})
     fedavg.Server(rounds=2, total_clients=3, per_round=2, checkpoint_path=str(folder / "federation")).run()
@@ -288,7 +292,10 @@ def test_a_run_shows_settings_parts_and_verified_checkpoints(tab: Tab) -> None:
     page = tab.open(f"/run?id={REAL[0]}")
     page.get_by_text("next epoch: 1 of 3").wait_for()
     assert page.get_by_text("optimizer.weight_decay").count() == 1
-    assert page.locator("canvas").count() == 4
+    assert page.locator("canvas").count() == 7
+    headings = page.locator("h2").all_inner_texts()
+    assert {"CPU, percent", "Memory of the process and its children, GB", "Memory of the machine, GB"} <= set(headings)
+    assert page.get_by_text("git commit").count() == 1
     page.get_by_role("button", name="Verify").first.click()
     page.get_by_text("✓ intact").wait_for()
 
@@ -297,8 +304,13 @@ def test_a_federation_shows_rounds_and_clients(tab: Tab) -> None:
     page = tab.page
     page.locator("a[href^='/federation?']").click()
     page.wait_for_selector("canvas")
-    assert page.get_by_text("FedAvg · 2 rounds").count() == 1
+    assert page.get_by_text("FedAvg · 2 of 2 rounds").count() == 1
+    assert page.get_by_text("✓ finished").count() == 1
+    assert page.locator("h2").first.inner_text() == "Samples of each label at 3 clients"
     assert texts(page, "round") == ["1", "2"]
+    with page.expect_download() as download:
+        page.get_by_text("Partition as CSV").click()
+    assert len(Path(download.value.path()).read_text().splitlines()) == 4
 
 
 def test_hostile_names_are_text_in_every_view(tab: Tab) -> None:

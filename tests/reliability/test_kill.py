@@ -101,7 +101,7 @@ def _files(folder: Path) -> dict[str, bytes]:
     contents = {
         str(path.relative_to(folder)): path.read_bytes()
         for path in folder.rglob("*")
-        if path.is_file() and path.name != "manifest.json" and not path.name.endswith("_run.jsonl")
+        if path.is_file() and path.name != "manifest.json" and not path.name.endswith(("_run.jsonl", "_samples.jsonl"))
     }
     for name, content in contents.items():
         if name.endswith("/state.json"):

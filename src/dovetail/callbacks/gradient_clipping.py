@@ -57,7 +57,7 @@ class GradientClipping(Callback):
             self._tallies.clear()
 
     def on_gradients(self, context: TrainingContext, optimizer: Optimizer) -> None:
-        size = self.clipping.apply(optimizer)
+        context.run.batch.gradient_norm = size = self.clipping.apply(optimizer)
         if self.log:
             self._count(context, optimizer, size)
 

@@ -7,19 +7,22 @@ The file `<name>_run.jsonl` is beside the history. A page or a command reads it 
     {"rows": 1, "time": 1767312009.5}
     {"end": 1767312020.0, "state": "finished"}
 
-A run that resumes adds a further start. No line is written during a step, only with a row of the history.
+A run that resumes adds a further start. No line is written during a step, only with a row of the history. Samples of
+the running run are in a file of their own, see `samples.py`.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
+import stat
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeGuard, cast
@@ -27,6 +30,7 @@ from typing import Any, Literal, TypeAlias, TypeGuard, cast
 import psutil
 
 from dovetail.history.lines import encode
+from dovetail.history.samples import Probe, Sampler, samples_path
 
 RunState: TypeAlias = Literal["running", "finished", "failed", "interrupted", "killed", "unknown"]
 """The state of a run. `killed`: its process has ended without a word; `unknown`: the run has no journal."""
@@ -34,6 +38,10 @@ RunState: TypeAlias = Literal["running", "finished", "failed", "interrupted", "k
 HEADER = "dovetail_run"
 VERSION = 1
 _LONGEST_ERROR = 500
+# Seconds after which the state of a large repository counts as unknown.
+_GIT_PATIENCE = 2.0
+# A line without an end is skipped: it would fill the memory.
+_CHUNK = 8 << 20
 # Seconds without a row after which a run on another machine counts as killed, if its rows are usually more frequent.
 PATIENCE = 900.0
 
@@ -51,6 +59,10 @@ def journal_path(history: Path) -> Path:
 class RunJournal:
     """Writes the journal of a run. A disk that cannot be written never stops the run.
 
+    Attributes:
+        path: The file.
+        sampler: Writes the samples beside it.
+
     Example:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "ck_run.jsonl"
@@ -67,13 +79,16 @@ class RunJournal:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.sampler = Sampler(samples_path(path))
 
-    def start(self, facts: Mapping[str, Any], *, is_new: bool) -> None:
-        """Write the start of a run.
+    def start(self, facts: Mapping[str, Any], *, is_new: bool, num_losses: int = 0, probe: Probe | None = None) -> None:
+        """Write the start of a run, and start its samples.
 
         Args:
             facts: Values that JSON can represent: `settings`, `explain`, `run`, ….
             is_new: True if the run starts from scratch: the journal of an earlier run is replaced.
+            num_losses: The number of batch losses that the history has already.
+            probe: Further values of each sample; None means none.
         """
         with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,6 +100,11 @@ class RunJournal:
                 with self.path.open("ab") as file:
                     file.write(b"\n")
         self._append({"start": time.time(), **process_facts(), **facts})
+        self.sampler.start(is_new=is_new, num_losses=num_losses, probe=probe)
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Write a further line, such as a round of a federation, with the current time."""
+        self._append({**row, "time": round(time.time(), 3)})
 
     def mark(self, rows: int) -> None:
         """Write the current time as the time of the newest row of the history."""
@@ -92,6 +112,7 @@ class RunJournal:
 
     def end(self, state: RunState, error: str | None = None) -> None:
         """Write the end of a run, with the first line of its error, if any."""
+        self.sampler.end()
         reason = {} if error is None else {"error": error.strip().partition("\n")[0][:_LONGEST_ERROR]}
         self._append({"end": time.time(), "state": state, **reason})
 
@@ -120,7 +141,7 @@ def process_facts() -> dict[str, Any]:
         "folder": os.getcwd(),
         "versions": {"python": platform.python_version(), "dovetail": _release(), **libraries},
         "system": platform.platform(),
-        "git": git_commit(Path.cwd()),
+        **git_state(Path.cwd()),
     }
 
 
@@ -144,6 +165,37 @@ def _release() -> str:
     with suppress(metadata.PackageNotFoundError):
         return metadata.version("dovetail")
     return "unknown"
+
+
+@functools.cache
+def git_state(folder: Path) -> dict[str, Any]:
+    """Return `git`, the commit of a folder, its `branch`, and `dirty`: whether tracked files have changed since.
+
+    Cached, because a process runs the code that it has imported first. None means unknown, or no repository; `branch`
+    and `dirty` need git.
+    """
+    commit = git_commit(folder)
+    found: dict[str, Any] = {"git": commit, "branch": None, "dirty": None}
+    if commit is None:
+        return found
+    # A repository may configure a command that `status` starts; and a lock would disturb the user's own git.
+    command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "status", "--porcelain=v1", "--branch"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    with suppress(OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        done = subprocess.run(  # noqa: S603 - the command is fixed
+            [*command, "--untracked-files=no", "--ignore-submodules"],
+            cwd=folder,
+            env=environment,
+            check=True,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_GIT_PATIENCE,
+            text=True,
+        )
+        head, *changes = done.stdout.splitlines()
+        branch = head.removeprefix("## ").partition("...")[0]
+        found |= {"branch": None if "(no branch)" in branch else branch, "dirty": bool(changes)}
+    return found
 
 
 def git_commit(folder: Path) -> str | None:
@@ -175,8 +227,71 @@ def _reference(git: Path, name: str) -> str | None:
     return None
 
 
-@dataclass
-class JournalReader:
+class GrowingLines:
+    """Reads the JSON objects of a file line by line while it grows; a subclass stores them.
+
+    Lines that are no objects are left out. A file that was cut or replaced is read again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._at = 0
+        self._file: tuple[int, int] | None = None
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all lines."""
+        raise NotImplementedError
+
+    def take(self, row: dict[str, Any]) -> None:
+        """Store the object of one line."""
+        raise NotImplementedError
+
+    def update(self) -> bool:
+        """Read new lines, and return whether there were any."""
+        try:
+            # A FIFO would block without O_NONBLOCK, which Windows does not have.
+            descriptor = os.open(self.path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+        except OSError:
+            had = self._file is not None
+            self.restart(None)
+            return had
+        with open(descriptor, "rb") as file:
+            found = os.fstat(descriptor)
+            identity = (found.st_dev, found.st_ino)
+            if not stat.S_ISREG(found.st_mode):
+                return False
+            if found.st_size < self._at or identity != self._file:
+                self.restart(identity)
+            has_new = False
+            while self._at < found.st_size:
+                file.seek(self._at)
+                content = file.read(_CHUNK)
+                complete = content if len(content) == _CHUNK and b"\n" not in content else _whole_lines(content)
+                if not complete:
+                    break
+                self._at, has_new = self._at + len(complete), True
+                self._parse(complete)
+            return has_new
+
+    def _parse(self, content: bytes) -> None:
+        for line in content.splitlines():
+            with suppress(ValueError, RecursionError):
+                row = json.loads(line)
+                if isinstance(row, dict):
+                    self.take(row)
+
+    def restart(self, identity: tuple[int, int] | None = None) -> None:
+        """Forget all lines, so that the next `update` reads the file from its start."""
+        self._at, self._file = 0, identity
+        self.clear()
+
+
+def _whole_lines(content: bytes) -> bytes:
+    return content[: content.rfind(b"\n") + 1]
+
+
+class JournalReader(GrowingLines):
     """Reads a journal while it grows.
 
     Attributes:
@@ -188,45 +303,16 @@ class JournalReader:
         first_start: The time of the first start; None if there is none.
     """
 
-    path: Path
-    start: dict[str, Any] = field(default_factory=dict)
-    end: dict[str, Any] = field(default_factory=dict)
-    times: dict[int, float] = field(default_factory=dict)
-    num_starts: int = 0
-    first_start: float | None = None
-    _at: int = 0
-    _file: tuple[int, int] | None = None
+    start: dict[str, Any]
+    end: dict[str, Any]
+    times: dict[int, float]
+    num_starts: int
+    first_start: float | None
 
-    def update(self) -> bool:
-        """Read new lines, and return whether there were any. A file that was cut or replaced is read again."""
-        try:
-            with self.path.open("rb") as file:
-                found = os.fstat(file.fileno())
-                identity = (found.st_dev, found.st_ino)
-                if found.st_size < self._at or identity != self._file:
-                    self._reset(identity)
-                if found.st_size == self._at:
-                    return False
-                file.seek(self._at)
-                content = file.read()
-        except OSError:
-            had = self._file is not None
-            self._reset(None)
-            return had
-        complete = content[: content.rfind(b"\n") + 1]
-        self._at += len(complete)
-        for line in complete.splitlines():
-            with suppress(ValueError, RecursionError):
-                row = json.loads(line)
-                if isinstance(row, dict):
-                    self._take(row)
-        return bool(complete)
-
-    def _reset(self, identity: tuple[int, int] | None) -> None:
+    def clear(self) -> None:
         self.start, self.end, self.times, self.num_starts, self.first_start = {}, {}, {}, 0, None
-        self._at, self._file = 0, identity
 
-    def _take(self, row: dict[str, Any]) -> None:
+    def take(self, row: dict[str, Any]) -> None:
         if _is_time(row.get("time")) and isinstance(row.get("rows"), int):
             self.times[row["rows"]] = float(row["time"])
         elif _is_time(row.get("start")):
@@ -279,4 +365,5 @@ class JournalReader:
 
 
 def _is_time(value: Any) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    # A whole number may be too large for a float.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e15

@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from dovetail.errors import ConfigError
@@ -110,10 +111,15 @@ class History(RunHistory):
         self.rows.append(row)
         if self._journal is not None:
             self._journal.mark(len(self.rows))
+            if monotonic() >= self._journal.sampler.due:
+                self._journal.sampler.sample(self.losses)
 
     def extend_losses(self, values: Iterable[float]) -> None:
         """Add the losses of training batches; an attached file gets them with the next row or call of `sync`."""
         self.losses.extend(values)
+        # Not a method: without a sample, a report costs no further Python call.
+        if self._journal is not None and monotonic() >= self._journal.sampler.due:
+            self._journal.sampler.sample(self.losses)
 
     def update_metric(self, name: str, value: Tensor | float) -> None:
         """Add a row of stage `custom`, whose metric has its plain name."""

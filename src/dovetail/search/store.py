@@ -123,9 +123,12 @@ class Store:
 
     def experiments(self) -> list[ExperimentRecord]:
         """Return all experiments, oldest first."""
-        studies = self.storage.get_all_studies()
-        found = [(study._study_id, study.user_attrs) for study in studies if _RECORD in study.user_attrs]
-        return [self._experiment(number, attributes) for number, attributes in sorted(found)]
+        return [self._experiment(number, attributes) for number, attributes in self.attributes().items()]
+
+    def attributes(self) -> dict[int, Mapping[str, Any]]:
+        """Return what is stored about each experiment besides its trials, by its number, oldest first."""
+        studies = sorted(self.storage.get_all_studies(), key=lambda study: study._study_id)
+        return {study._study_id: study.user_attrs for study in studies if _RECORD in study.user_attrs}
 
     def experiment(self, experiment_id: int) -> ExperimentRecord:
         """Return an experiment.
@@ -481,6 +484,12 @@ def trial_record(trial: FrozenTrial, place: Path, smaller_is_better: bool) -> Tr
         source=stored["source"],
         values=values,
     )
+
+
+def is_over(attributes: Mapping[str, Any]) -> bool:
+    """Return whether the experiment with these attributes of a store has ended, so that it does not change again."""
+    state = attributes.get(_STATE)
+    return isinstance(state, dict) and state.get("state") in OVER
 
 
 def _smaller_is_better(attributes: Mapping[str, Any]) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from dovetail.data import Share
@@ -87,6 +88,8 @@ class BatchState:
         is_ahead: True if one call has already made the updates of some batches that follow.
         is_idle: True if the batch has weight zero: the process has no batch left and computes along with the others.
         stepped: The optimizers that really stepped.
+        gradient_norm: The norm, or largest magnitude, of the newest gradients before they were clipped; None if nothing
+            clips them. It is on the device.
     """
 
     number: int = 0
@@ -99,6 +102,7 @@ class BatchState:
     is_ahead: bool = False
     is_idle: bool = False
     stepped: list[Optimizer] = field(default_factory=list)
+    gradient_norm: Tensor | None = None
 
 
 @dataclass(slots=True)

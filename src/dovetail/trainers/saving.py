@@ -6,10 +6,14 @@ import contextlib
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from torch import Tensor
+
 from dovetail import checkpoint as store
+from dovetail.accelerators import device_use
 from dovetail.callbacks import mode_of
 from dovetail.checkpoint.files import DISK, damaged_name, sweep
 from dovetail.checkpoint.manifest import STATE
@@ -25,6 +29,7 @@ from dovetail.units import Progress
 
 if TYPE_CHECKING:
     from dovetail.trainers.base import Trainer
+    from dovetail.trainers.context import TrainingContext
 
 
 # Options for the periodic checkpoints to keep, and their names in `Saver.retention`.
@@ -195,12 +200,33 @@ def start_history(trainer: Trainer) -> None:
     from dovetail.tracking.hyperparameters import hyperparameters_of
 
     facts: dict[str, Any] = {"run": context.run.id, "settings": hyperparameters_of(context)}
+    context.run.batch.gradient_norm = None
     # The forecast of an epoch is for one process.
     if not context.process.has_peers:
         # A part of the user may fail outside of a step; the run must not depend on its description.
         with contextlib.suppress(Exception):
             facts["explain"] = str(trainer.explain())
-    saver.journal.start(facts, is_new=context.progress.batches == 0)
+    saver.journal.start(
+        facts,
+        is_new=context.progress.batches == 0,
+        num_losses=len(context.history.losses),
+        probe=partial(live_values, context),
+    )
+
+
+def live_values(context: TrainingContext) -> dict[str, float]:
+    """Return values of a running run that are cheap to read, for a sample of its journal."""
+    progress = context.progress
+    found: dict[str, float] = {"epoch": progress.epoch, "updates": progress.updates}
+    rate = context.optimizers[0].param_groups[0]["lr"] if context.optimizers else None
+    # A rate that is a tensor may be on the device.
+    if isinstance(rate, float):
+        found["lr"] = rate
+    norm = context.run.batch.gradient_norm
+    # Only a plain tensor: to read the norm of a sharded model, all processes would have to take part.
+    if type(norm) is Tensor:
+        found["gradient_norm"] = norm.item()
+    return found | device_use(context.device)
 
 
 class EndingJournal:

@@ -352,7 +352,7 @@ class SingleProcessTrainer(base.Trainer, OptionAssignment):
         if self.context.precision is not None:
             self.context.precision.unscale(optimizer)
         if self._clipping is not None:
-            self._clipping.apply(optimizer)
+            self.context.run.batch.gradient_norm = self._clipping.apply(optimizer)
 
     def optimizer_step(self, optimizer: Optimizer) -> bool:
         """Step the optimizer and return whether it made a real step; only a gradient scaler skips one."""

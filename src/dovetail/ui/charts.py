@@ -86,7 +86,7 @@ def axes(x: str, y: str = "", *, log_x: bool = False, log_y: bool = False) -> Op
         "animation": False,
         "backgroundColor": "transparent",
         "textStyle": {"fontFamily": "inherit"},
-        "grid": {"left": 8, "right": 16, "top": 34 if y else 14, "bottom": 30, "containLabel": True},
+        "grid": {"left": 8, "right": 26, "top": 34 if y else 14, "bottom": 30, "containLabel": True},
         "xAxis": {**_axis(log_x), "name": x, "nameLocation": "middle", "nameGap": 26},
         "yAxis": {**_axis(log_y), "name": shortened(y, 40), "nameTextStyle": {"align": "left", "color": GREY}},
         "tooltip": {"trigger": "axis", "confine": True, "order": "valueAsc", "appendTo": "body"},
@@ -279,6 +279,8 @@ def bars(names: Sequence[str], values: Sequence[float], label: str = "", *, upri
     options = axes(label)
     category = {**_axis(False), "type": "category", "data": list(names), "splitLine": {"show": False}}
     category["axisLabel"] = {"color": GREY, "hideOverlap": True}
+    if upright:
+        category |= {"name": label, "nameLocation": "middle", "nameGap": 26}
     value = {**_axis(False), "scale": False, "name": label, "nameLocation": "middle", "nameGap": 26}
     options["xAxis"], options["yAxis"] = (category, {**value, "name": ""}) if upright else (value, category)
     options["series"] = [{"type": "bar", "data": list(values), "color": PALETTE[0], "barMaxWidth": 22}]
@@ -414,7 +416,7 @@ def selection_map(federation: Federation) -> Options:
     category = {**_axis(False), "type": "category", "splitLine": {"show": False}}
     options["xAxis"] = {**category, "data": [str(each.number) for each in federation.rounds], "name": "round",
                         "nameLocation": "middle", "nameGap": 26}  # fmt: skip
-    options["yAxis"] = {**category, "data": [str(client) for client in clients], "name": "client"}
+    options["yAxis"] = {**category, "data": [str(client) for client in clients]}
     pieces = [
         {"value": 0, "label": "update used", "color": PALETTE[0]},
         {"value": 1, "label": "not used yet", "color": PALETTE[1]},
@@ -430,4 +432,6 @@ def selection_map(federation: Federation) -> Options:
 
 def counts(values: Mapping[int, int], label: str) -> Options:
     """Return a number for every client."""
-    return bars([str(client) for client in values], list(values.values()), label, upright=True)
+    options = bars([str(client) for client in values], list(values.values()), label, upright=True)
+    options["yAxis"]["minInterval"] = 1
+    return options

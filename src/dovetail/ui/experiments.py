@@ -71,21 +71,16 @@ class ExperimentSource:
         return changed
 
     def _read(self) -> dict[int, ExperimentRecord]:
-        from dovetail.search.store import _RECORD, _STATE
+        from dovetail.search.store import is_over
 
         found = {}
-        for study in self.store.storage.get_all_studies():
-            attributes = study.user_attrs
-            if _RECORD not in attributes:
-                continue
-            number, state = study._study_id, attributes.get(_STATE)
-            is_over = isinstance(state, dict) and state.get("state") in OVER
-            # An experiment that is over does not change; its trials need not be read again.
-            if is_over and self._finished.get(number) == attributes and not self.records[number].is_running:
+        for number, attributes in self.store.attributes().items():
+            # The trials of an experiment that is over need not be read again.
+            if self._finished.get(number) == attributes and not self.records[number].is_running:
                 found[number] = self.records[number]
                 continue
             found[number] = self.store.experiment(number)
-            if is_over:
+            if is_over(attributes):
                 self._finished[number] = attributes
         return found
 

@@ -12,10 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dovetail.history.journal import JournalReader, RunState, journal_path
 from dovetail.history.metrics import mode_or_none
+from dovetail.history.samples import samples_path
 from dovetail.ui.columns import BATCH_LOSS, Columns, Numbers
 from dovetail.ui.readers import HistoryReader, ReportsReader
+from dovetail.ui.samples import SamplesReader
 from dovetail.ui.series import downsample
 
 SPARK_POINTS = 30
@@ -71,6 +75,7 @@ class Run:
         root: The folder that was given to the page, which no path may leave.
         reader: The reader of its metrics.
         journal: The reader of its journal; None for a trial.
+        samples: The reader of its samples; None for a trial.
         group: The experiment that it belongs to; empty if none.
         version: Increases with every change.
     """
@@ -81,6 +86,7 @@ class Run:
     root: Path
     reader: HistoryReader | ReportsReader
     journal: JournalReader | None = None
+    samples: SamplesReader | None = None
     group: str = ""
     version: int = 0
     used: float = 0.0
@@ -90,13 +96,15 @@ class Run:
     trial_reason: str = ""
     is_read: bool = False
     is_released: bool = False
+    _has_samples: bool = False
     _summary: tuple[int, RunSummary] | None = None
     _seen: tuple[Any, ...] = ()
     _state: RunState = "unknown"
 
     def poll(self) -> bool:
         """Read what is new, and return whether anything has changed."""
-        seen = (_stamp(self.reader.path), None if self.journal is None else _stamp(self.journal.path))
+        files = (self.reader, self.journal, self.samples)
+        seen = tuple(None if each is None else _stamp(each.path) for each in files)
         changed = False
         if seen != self._seen or not self.is_read:
             self._seen = seen
@@ -104,6 +112,9 @@ class Run:
             self.is_released = False
             if self.journal is not None:
                 changed = self.journal.update() or changed
+            # The samples of a run that has ended are read when a view shows them.
+            if self.samples is not None and (self.is_running or self._has_samples):
+                changed = self._read_samples() or changed
             self.is_read = True
         state = self.state()
         if state != self._state:
@@ -119,11 +130,24 @@ class Run:
             self.reader.update()
         return self.reader.columns
 
+    def live(self) -> SamplesReader | None:
+        """Return the samples of the run, read up to now; None for a trial."""
+        if self.samples is not None:
+            self._read_samples()
+        return self.samples
+
+    def _read_samples(self) -> bool:
+        assert self.samples is not None
+        self._has_samples = True
+        return self.samples.update()
+
     def release(self) -> None:
         """Free the memory of the numbers; the summary is kept."""
         self.summary()
         self.reader.forget()
-        self.is_released = True
+        if self.samples is not None:
+            self.samples.restart()
+        self.is_released, self._has_samples = True, False
 
     def state(self) -> RunState:
         """Return the state of the run."""
@@ -165,11 +189,52 @@ class Run:
         columns = self.load()
         if x == "samples":
             size = self.settings.get("batch_size")
-            places, values = columns.series(metric, "batches", self.times)
+            places, values = self.series(metric, "batches")
             if not isinstance(size, (int, float)) or isinstance(size, bool):
                 return places[:0], values[:0]
             return places * float(size), values
-        return columns.series(metric, x, self.times)
+        places, values = columns.series(metric, x, self.times)
+        if metric != BATCH_LOSS:
+            return places, values
+        # The history has the losses of a running epoch only at its end; until then, their means are in the samples.
+        later, means = self.sampled("loss", x, after=len(columns.losses))
+        return np.r_[places, later], np.r_[values, means]
+
+    def sampled(self, name: str, x: str, after: float = -1) -> tuple[Numbers, Numbers]:
+        """Return the positions and values of a sampled number, such as `gradient_norm`.
+
+        Args:
+            name: The number.
+            x: The unit of the positions, as in `series`; `time` is in seconds since the start.
+            after: Only samples with more batches than this.
+        """
+        samples = self.live()
+        batches, values, places = (None,) * 3 if samples is None else samples.columns("batches", name, x)
+        if batches is None or values is None:
+            return np.empty(0), np.empty(0)
+        if x == "samples":
+            size = self.settings.get("batch_size")
+            places = batches * float(size) if isinstance(size, (int, float)) else None
+        elif x == "epoch":
+            # Between epochs, batches are assumed to be as many as in the epochs before.
+            epochs, done = self.load().furthest("epoch"), self.load().furthest("batches")
+            places = batches * epochs / done if epochs and done else None
+        else:
+            places = batches if x == "row" else places
+            if x == "time" and places is not None:
+                start = self.journal.first_start if self.journal is not None else None
+                places = places - (start if start is not None else places[0])
+        if places is None:
+            return np.empty(0), np.empty(0)
+        is_known = ~np.isnan(values) & ~np.isnan(places) & (batches > after)
+        return places[is_known], values[is_known]
+
+    def metrics(self) -> list[str]:
+        """Return the names of all metrics, with the losses of batches as soon as a sample has them."""
+        found = self.load().metrics()
+        samples = self.live()
+        has_loss = samples is not None and samples.last("loss") is not None
+        return [*found, BATCH_LOSS] if has_loss and BATCH_LOSS not in found else found
 
     def summary(self) -> RunSummary:
         """Return what a table shows; it is computed again only after a change."""
@@ -199,13 +264,18 @@ class Run:
             started=started,
             seconds=self._seconds(),
             epochs=columns.furthest("epoch"),
-            batches=columns.furthest("batches") or len(columns.losses) or None,
+            batches=max(columns.furthest("batches") or len(columns.losses), self._num_sampled()) or None,
             metric=metric,
             best=float(finite.min() if mode == "min" else finite.max()) if len(finite) else None,
             last=float(values[-1]) if len(values) else None,
             spark=tuple(float(f"{value:.4g}") for value in spark if math.isfinite(value)),
             error=error,
         )
+
+    def _num_sampled(self) -> int:
+        """Return the batches of the newest sample; 0 if the run has ended, or has none."""
+        found = None if self.samples is None or not self.is_running else self.samples.last("batches")
+        return int(found) if found is not None and math.isfinite(found) else 0
 
     def _times(self) -> tuple[float | None, float | None]:
         """Return when the run started and when it ended; None if unknown or still running."""
@@ -295,7 +365,9 @@ def run_of(history: Path, root: Path, place: int = 0) -> Run:
     if prefix not in ("", "ck"):
         name = f"{name}/{prefix}"
     key = f"{place}:{history.relative_to(root).as_posix()}"
-    return Run(key, name, folder, root, HistoryReader(history), JournalReader(journal_path(history)))
+    journal = journal_path(history)
+    samples = SamplesReader(samples_path(journal))
+    return Run(key, name, folder, root, HistoryReader(history), JournalReader(journal), samples)
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:

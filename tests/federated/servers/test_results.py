@@ -46,7 +46,8 @@ def test_the_result_files_agree_with_the_records(tmp_path: Path) -> None:
         rows = list(csv.DictReader(file))
     assert [float(row["accuracy"]) for row in rows] == [record.metrics["accuracy"] for record in records]
     assert (tmp_path / "out" / "rounds.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["rounds.csv", "rounds.png"]
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == ["federation_run.jsonl", "partition.json", "rounds.csv", "rounds.png"]
 
 
 def test_the_log_line_of_a_round_names_clients_that_were_left_out() -> None:

@@ -7,6 +7,7 @@ import os
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sized
+from contextlib import suppress
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -20,6 +21,7 @@ from dovetail.data.loader import DataLoader
 from dovetail.data.models import logistic, mlp
 from dovetail.data.sources import as_loader, holds_samples
 from dovetail.errors import ConfigError, DataError, UnknownNameError, expect
+from dovetail.federated.data.label_counts import LabelCounts, count_labels, count_samples, some_clients
 from dovetail.federated.data.partition import Partition, make_partition
 from dovetail.federated.data.shrinking import shrunk
 from dovetail.registry import Registry
@@ -73,6 +75,15 @@ class Datasource(ABC):
     def central_test_data(self) -> Any | None:
         """Return the test data of the server. None means that it has none."""
         return None
+
+    def label_counts(self) -> LabelCounts | None:
+        """Return the number of training samples of each label at the clients, for a picture; None if it is unknown.
+
+        This default counts samples only, and only if `knows_sizes` is set.
+        """
+        if not self.knows_sizes:
+            return None
+        return count_samples(self.num_clients, [self.num_samples(each) for each in some_clients(self.num_clients)])
 
     def default_model(self) -> nn.Module:
         """Return a new small model that fits these data; used if the user gives no model."""
@@ -161,6 +172,14 @@ class PartitionedData(Datasource):
 
     def central_test_data(self) -> Any | None:
         return self._test
+
+    def label_counts(self) -> LabelCounts | None:
+        """Return the samples of each label at the clients, held-out ones too, if the labels are in memory."""
+        labels = self._rows[-1] if isinstance(self._rows, tuple) else getattr(self._rows, "targets", None)
+        if labels is not None:
+            with suppress(DataError):
+                return count_labels(self.partition, torch.as_tensor(labels))
+        return super().label_counts()
 
     def __getstate__(self) -> dict[str, Any]:
         # Workers fill their own cache; the samples in this one would be sent a second time.

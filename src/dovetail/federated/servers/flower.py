@@ -27,6 +27,7 @@ from dovetail.federated.flower.local import LocalFlower
 from dovetail.federated.records import ClientsEvaluation, RoundRecord
 from dovetail.federated.servers.building import federation
 from dovetail.federated.servers.fedavg import Server
+from dovetail.federated.servers.journal import with_journal
 from dovetail.federated.servers.results import with_results
 from dovetail.runtime.cores import num_cores
 
@@ -61,6 +62,8 @@ def run_on_flower(
     config = config.with_settings(**{name: str(Path(path).absolute()) for name, path in paths.items() if path})
     view = _ServerView(config)
     listeners = with_results([it() if isinstance(it, type) else it for it in callbacks], config.results)
+    # The server in Flower's process writes the journal beside its checkpoints.
+    listeners = with_journal(listeners)
     # The results are written here, and not by the server in Flower's process.
     config = replace(config, results=ResultsConfig())
     with tempfile.TemporaryDirectory(prefix="dovetail-flower-") as scratch, LocalFlower(Path(scratch), nodes) as flower:

@@ -20,6 +20,7 @@ from dovetail.federated.robust import make_aggregator
 from dovetail.federated.selection import ClientSelection, RandomSelection, selections
 from dovetail.federated.servers.checks import check_algorithm, check_settings
 from dovetail.federated.servers.edge import Silos
+from dovetail.federated.servers.journal import with_journal
 from dovetail.federated.servers.results import with_results
 from dovetail.federated.specs import build
 
@@ -29,7 +30,7 @@ class ServerSettings:
     """The configuration of a server, and the objects that it names; `Server` has them as attributes.
 
     Attributes:
-        callbacks: The callbacks of the server, and the one that writes results if a folder is set.
+        callbacks: The callbacks of the server, and those that write results and a journal if a folder is set.
         algorithm: The server's part of the algorithm. With edge servers it is FedAvg, because they run the algorithm.
         inbound: The postprocessors of the weights on the way to clients.
         outbound: The postprocessors of the updates on the way to the server.
@@ -85,7 +86,10 @@ def read_settings(
     server = config.server
     settings = ServerSettings(
         config,
-        callbacks=with_results([as_callback(it, ServerCallback) for it in callbacks or ()], config.results),
+        callbacks=with_journal(
+            with_results([as_callback(it, ServerCallback) for it in callbacks or ()], config.results),
+            server.checkpoint_path,
+        ),
         algorithm=_copied(algorithm) or algorithm_of(config.algorithm),
         selection=selection or _build_selection(server),
         backend=backend or _build_backend(config),

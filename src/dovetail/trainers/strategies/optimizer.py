@@ -239,7 +239,7 @@ class GradientClippingOptimizerStrategy(Nesting, OptimizerStrategy):
         """Clip the gradients of the optimizer."""
         # First the strategy inside, so that its changes are clipped, too.
         self.base_strategy.on_gradients(optimizer, context)
-        self.clipping.apply(optimizer)
+        context.run.batch.gradient_norm = self.clipping.apply(optimizer)
 
     def on_optimizer_step(self, optimizer: Optimizer, context: TrainingContext) -> None:
         """Forward the call to the inner strategy."""

@@ -340,7 +340,7 @@ class GradientClippingStepStrategy(NestingStepStrategy):
     def on_gradients(self, optimizer: Optimizer, context: TrainingContext) -> None:
         """Clip the gradients of the optimizer."""
         super().on_gradients(optimizer, context)
-        self.clipping.apply(optimizer)
+        context.run.batch.gradient_norm = self.clipping.apply(optimizer)
 
 
 @dataclass(eq=False, repr=False)

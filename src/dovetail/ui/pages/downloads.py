@@ -11,6 +11,7 @@ from dovetail.ui.columns import rows_of
 from dovetail.ui.compare import as_csv, as_json
 from dovetail.ui.pages.compare import MOST_RUNS, UNITS
 from dovetail.ui.pages.frame import Site
+from dovetail.ui.samples import NAMES
 from dovetail.ui.series import smooth
 
 if TYPE_CHECKING:
@@ -37,6 +38,24 @@ def add(application: FastAPI, site: Site) -> None:
         if (found := site.run(id)) is None:
             raise HTTPException(404, "there is no such run")
         return _file(rows_of(found.load()), "run", kind)
+
+    @application.get("/download/samples.{kind}")
+    def samples(kind: Kind, id: str = "") -> Response:
+        found = site.run(id)
+        reader = None if found is None else found.live()
+        if reader is None:
+            raise HTTPException(404, "there is no such run, or it has no samples")
+        columns = {name: each for name, each in zip(NAMES, reader.columns(*NAMES), strict=True) if each is not None}
+        rows = [dict(zip(columns, values, strict=True))
+                for values in zip(*(each.tolist() for each in columns.values()), strict=True)]  # fmt: skip
+        return _file(rows, "samples", kind)
+
+    @application.get("/download/partition.{kind}")
+    def partition(kind: Kind, id: str = "") -> Response:
+        found = next((each for each in site.library.federations.values() if each.id == id), None)
+        if found is None or found.partition is None:
+            raise HTTPException(404, "there is no such federation, or its partition is unknown")
+        return _file(found.partition.rows(), "partition", kind)
 
     @application.get("/download/compare.{kind}")
     def compare(kind: Kind, runs: str = "", metric: str = "", x: str = "batches", smoothing: float = 0.0) -> Response:

@@ -7,10 +7,26 @@ from typing import Any
 from fastapi import Request
 from nicegui import ui
 
+from dovetail.printing import printable
 from dovetail.ui import charts
 from dovetail.ui.experiments import finite
 from dovetail.ui.federations import Federation
-from dovetail.ui.pages.frame import NUMBER, Site, address, card, chart, follow, frame, missing, moment, update_chart
+from dovetail.ui.pages.frame import (
+    NUMBER,
+    Site,
+    address,
+    card,
+    chart,
+    environment,
+    facts,
+    follow,
+    frame,
+    missing,
+    moment,
+    state_label,
+    update_chart,
+)
+from dovetail.ui.use_charts import partition, usage
 
 
 def add(site: Site) -> None:
@@ -36,6 +52,8 @@ class _FederationView:
         self.area = ui.element("div").classes("dt-grid")
         self._charts()
         self._table()
+        with ui.element("div").classes("dt-grid"):
+            self._facts()
         follow(lambda: federation.version, self._refresh)
 
     @ui.refreshable_method
@@ -44,11 +62,20 @@ class _FederationView:
         with ui.row().classes("items-baseline gap-3 w-full"):
             with ui.element("h1").classes("text-xl font-semibold m-0 dt-wrap leading-tight"):
                 ui.label(charts.shortened(it.name, 120))
-            ui.label(f"{it.algorithm} · {len(it.rounds)} rounds · last change {moment(it.changed_at)}").classes(
+            state_label(it.state)
+            planned = "" if it.num_planned is None else f" of {it.num_planned}"
+            rounds = f"{len(it.rounds)}{planned} rounds"
+            ui.label(f"{it.algorithm or 'federation'} · {rounds} · last change {moment(it.changed_at)}").classes(
                 "text-sm"
             )
             for kind in ("csv", "json"):
-                ui.link(kind.upper(), address(f"/download/federation.{kind}", id=it.id)).classes("text-sm")
+                ui.link(f"Rounds as {kind.upper()}", address(f"/download/federation.{kind}", id=it.id)).classes(
+                    "text-sm"
+                )
+            if it.partition is not None:
+                ui.link("Partition as CSV", address("/download/partition.csv", id=it.id)).classes("text-sm")
+        if it.error:
+            ui.label(printable(it.error)).classes("text-red-700 dark:text-red-300 dt-wrap")
 
     def _charts(self) -> None:
         it = self.federation
@@ -67,7 +94,11 @@ class _FederationView:
             "Faults by client": charts.counts(faults, "client") if faults else None,
             "Traffic": charts.traffic(it) if any(each.bytes_up for each in it.rounds) else None,
             "Staleness": self._staleness() if any(each.staleness for each in it.rounds) else None,
+            **dict(usage(it.samples, it.journal.first_start)),
         }
+        if it.partition is not None:
+            title, picture = partition(it.partition)
+            found = {title: picture, **found}
         for title, options in found.items():
             if options is None:
                 continue
@@ -76,6 +107,15 @@ class _FederationView:
                 continue
             with self.area, card(title):
                 self.drawn[title] = chart(options, "17rem", title)
+
+    def _facts(self) -> None:
+        journal = self.federation.journal
+        if not journal.start:
+            return
+        with card("Configuration"):
+            facts(list(journal.settings.items()))
+        with card("Environment"):
+            facts(environment(journal))
 
     def _staleness(self) -> charts.Options:
         options = charts.axes("round")

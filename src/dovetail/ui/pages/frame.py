@@ -12,6 +12,7 @@ from urllib.parse import urlencode
 from fastapi import Request
 from nicegui import ui
 
+from dovetail.history.journal import JournalReader
 from dovetail.printing import printable
 from dovetail.ui.charts import shortened
 from dovetail.ui.library import Library
@@ -175,6 +176,28 @@ def facts(rows: Sequence[tuple[str, Any]]) -> None:
                 ui.label(shortened(str(name), 40))
             with ui.element("dd").classes("dt-wrap m-0"):
                 ui.label(printable(str(value))[:2000])
+
+
+_GIT = {True: "dirty: tracked files have changes that are not committed", False: "clean"}
+
+
+def environment(journal: JournalReader) -> list[tuple[str, Any]]:
+    """Return machine, process, versions and git state of the newest start in a journal."""
+    start = journal.start
+    versions, command = start.get("versions"), start.get("command")
+    return [
+        ("started", moment(journal.first_start)),
+        *([("starts", journal.num_starts)] if journal.num_starts > 1 else []),
+        ("machine", start.get("host", "")),
+        ("process", start.get("pid", "")),
+        ("command", " ".join(map(str, command)) if isinstance(command, list) else ""),
+        ("folder", start.get("folder", "")),
+        *(versions.items() if isinstance(versions, dict) else ()),
+        ("system", start.get("system", "")),
+        ("git commit", start.get("git") or "none"),
+        *([("git branch", start["branch"])] if start.get("branch") else []),
+        *([("git state", _GIT[start["dirty"]])] if isinstance(start.get("dirty"), bool) else []),
+    ]
 
 
 def state_label(state: str) -> Any:

@@ -25,6 +25,7 @@ from dovetail.ui.pages.frame import (
     card,
     chart,
     duration_text,
+    environment,
     facts,
     follow,
     frame,
@@ -37,8 +38,14 @@ from dovetail.ui.pages.frame import (
 from dovetail.ui.readers import LogTail
 from dovetail.ui.runs import Run
 from dovetail.ui.series import downsample, smooth
+from dovetail.ui.use_charts import usage
 
 _POINTS = 1500
+_NORM = "gradient norm before clipping"
+_TITLES = {"gradients_size": _NORM}
+# The sampled values that are drawn in a chart, by its title.
+_SAMPLED = {"loss": "loss", "lr": "lr", _NORM: "gradient_norm"}
+_LABELS = {"loss": "mean of batches between samples"}
 _TO_END = "const it = document.getElementById('dt-log'); if (it) it.scrollTop = it.scrollHeight"
 
 
@@ -58,10 +65,11 @@ def add(site: Site) -> None:
 def panels(run: Run) -> dict[str, list[str]]:
     """Return the metrics of each chart, by its title: `train_loss` and `valid_loss` are in one chart, `loss`."""
     found: dict[str, list[str]] = {}
-    for name in run.load().metrics():
+    for name in run.metrics():
         stage, _, key = name.partition("_")
         title = "loss" if name == BATCH_LOSS else key if key and stage in ("train", "valid", "test") else name
-        found.setdefault(title, []).append(name)
+        # `GradientClipping(log=True)` records the mean of each epoch.
+        found.setdefault(_TITLES.get(title, title), []).append(name)
     return found
 
 
@@ -74,6 +82,16 @@ def throughput(run: Run) -> tuple[Any, Any]:
     start = np.r_[0.0, seconds[:-1]]
     spent = np.maximum(seconds - start, 1e-9)
     return batches, np.diff(np.r_[0.0, batches]) / spent
+
+
+def sampled_throughput(run: Run) -> tuple[Any, Any]:
+    """Return the batches at each sample, and the batches per second since the sample before it."""
+    batches, _ = run.sampled("batches", "batches")
+    seconds, _ = run.sampled("batches", "time")
+    done, spent = np.diff(batches), np.diff(seconds)
+    # Between two starts, the number of batches falls, or the time of the pause is between them.
+    is_known = (done > 0) & (spent > 0) & (spent < 20 * np.median(spent) if len(spent) else True)
+    return batches[1:][is_known], done[is_known] / spent[is_known]
 
 
 class _RunView:
@@ -150,17 +168,44 @@ class _RunView:
             # Losses of single batches are behind the others, and pale.
             for index, name in enumerate(sorted(names, key=lambda name: name == BATCH_LOSS)):
                 xs, ys = self.run.series(name, self.x)
+                if name == BATCH_LOSS:
+                    # The means that follow are a curve of their own.
+                    num_losses = len(self.run.load().losses)
+                    xs, ys = xs[:num_losses], ys[:num_losses]
                 if self.log_y:
                     xs, ys = xs[ys > 0], ys[ys > 0]
                 xs, ys = downsample(xs, smooth(ys, self.smoothing), _POINTS)
                 pale = {"z": 1, "lineStyle": {"width": 1, "opacity": 0.45, "color": "#56B4E9"}, "color": "#56B4E9"}
                 options["series"].append(line(name, points(xs, ys), index, **(pale if name == BATCH_LOSS else {})))
-            yield title, legend(options, len(names))
-        batches, speed = throughput(self.run)
-        if len(batches):
-            options = axes("batch")
-            options["series"] = [line("batches per second", points(*downsample(batches, speed, _POINTS)), 2)]
-            yield "throughput, batches per second", options
+            self._add_samples(title, options)
+            yield title, legend(options, len(options["series"]))
+        # Before the first row of the history, there are only samples.
+        for title in [each for each in _SAMPLED if each not in panels(self.run)]:
+            options = axes(UNITS[self.x], log_y=self.log_y and title != "lr")
+            if self._add_samples(title, options):
+                yield title, options
+        options = axes("batch")
+        found = {"mean of each epoch": throughput(self.run), "between samples": sampled_throughput(self.run)}
+        for index, (name, (batches, speed)) in enumerate(found.items()):
+            if len(batches):
+                options["series"].append(line(name, points(*downsample(batches, speed, _POINTS)), 2 + 2 * index))
+        if options["series"]:
+            yield "throughput, batches per second", legend(options, len(options["series"]))
+        samples, journal = self.run.live(), self.run.journal
+        if samples is not None:
+            yield from usage(samples, None if journal is None else journal.first_start)
+
+    def _add_samples(self, title: str, options: Options) -> bool:
+        """Add the sampled values that belong to a chart, and return whether there are any."""
+        name = _SAMPLED.get(title)
+        xs, ys = self.run.sampled(name, self.x) if name else (np.empty(0), np.empty(0))
+        if self.log_y:
+            xs, ys = xs[ys > 0], ys[ys > 0]
+        if len(xs):
+            drawn = points(*downsample(xs, smooth(ys, self.smoothing), _POINTS))
+            label = _LABELS.get(title, f"{name}, sampled")
+            options["series"].append(line(label, drawn, len(options["series"]), z=3))
+        return bool(len(xs))
 
     def _settings(self) -> None:
         settings = self.run.settings
@@ -174,21 +219,8 @@ class _RunView:
         journal = self.run.journal
         if journal is None or not journal.start:
             return
-        start = journal.start
-        versions = start.get("versions")
-        rows = [
-            ("started", moment(journal.first_start)),
-            *([("starts", journal.num_starts)] if journal.num_starts > 1 else []),
-            ("machine", start.get("host", "")),
-            ("process", start.get("pid", "")),
-            ("command", " ".join(map(str, start.get("command") or []))),
-            ("folder", start.get("folder", "")),
-            *(versions.items() if isinstance(versions, dict) else ()),
-            ("system", start.get("system", "")),
-            ("git commit", start.get("git") or "none"),
-        ]
         with card("Environment"):
-            facts(rows)
+            facts(environment(journal))
 
     def _explain(self) -> None:
         explained = self.run.journal.start.get("explain") if self.run.journal else None
