@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import io
 import os
-import socket
 import struct
 import sys
 import time
@@ -28,8 +27,19 @@ from dovetail.checkpoint.encoding import decode_text, encode
 from dovetail.checkpoint.files import Digest
 from dovetail.checkpoint.tensors import read_tensors, stream
 from dovetail.errors import DovetailError
+from dovetail.runtime.liveness import Watch, neighbour, own_address
 
-__all__ = ["Group", "PeerError", "is_launched", "is_part", "num_launched", "own_part", "part_of", "whole"]
+__all__ = [
+    "Group",
+    "PeerError",
+    "StoppedPeerError",
+    "is_launched",
+    "is_part",
+    "num_launched",
+    "own_part",
+    "part_of",
+    "whole",
+]
 
 _T = TypeVar("_T")
 
@@ -44,6 +54,10 @@ _FIRST = 1016
 
 class PeerError(DovetailError):
     """Another process of the run has failed or ended."""
+
+
+class StoppedPeerError(PeerError):
+    """Another process of the run was stopped, and did not continue in time."""
 
 
 def is_launched() -> bool:
@@ -125,8 +139,10 @@ class Group:
         # release it; its threads then sometimes abort the interpreter at its end. So import it before there is a group.
         import_module("torch.distributed.nn.functional")
         dist.init_process_group(collective_backend(device.type), store=store, rank=rank, world_size=size)
-        store.set(f"at/{rank}", f"{socket.gethostname()} {os.getpid()}")
+        store.set(f"at/{rank}", own_address())
         _STORES.append(store)
+        if size > 1:
+            _WATCHES.append(Watch(store, rank, size))
         atexit.register(_leave_at_exit)
         return cls(store)
 
@@ -141,7 +157,7 @@ class Group:
                 assert work is not None
                 work.wait()
         except RuntimeError as error:
-            raise PeerError(self._describe_lost_peers()) from error
+            raise self.lost() from error
 
     def copy_first(self, tensors: Iterable[Tensor]) -> None:
         """Replace tensors by the tensors of the first process."""
@@ -173,7 +189,7 @@ class Group:
             yield
         except RuntimeError as error:
             if isinstance(error, dist.DistError) or "gloo" in str(error):
-                raise PeerError(self._describe_lost_peers()) from error
+                raise self.lost() from error
             raise
 
     def new_channel(self) -> dist.ProcessGroup:
@@ -186,7 +202,15 @@ class Group:
 
     def lost(self) -> PeerError:
         """Return the error to raise after a failed collective operation, with the names of the missing processes."""
-        return PeerError(self._describe_lost_peers())
+        if _WATCHES and _WATCHES[-1].problem is not None:
+            return StoppedPeerError(_WATCHES[-1].problem)
+        description, stopped = self._describe_lost_peers(), []
+        if self._store is not None:
+            # The store may have ended with the first process.
+            with suppress(Exception):
+                keys = [f"late/{rank}" for rank in range(self.size)]
+                stopped = [self._store.get(key).decode() for key in keys if self._store.check([key])]
+        return StoppedPeerError(stopped[0]) if stopped else PeerError(description)
 
     def tell_failure(self, error: BaseException) -> None:
         """Send the error with which this process exits to the other processes, if they can be reached."""
@@ -202,7 +226,7 @@ class Group:
         try:
             return operation()
         except RuntimeError as error:
-            raise PeerError(self._describe_lost_peers()) from error
+            raise self.lost() from error
 
     def _describe_lost_peers(self) -> str:
         """Return a sentence about the processes that failed or do not respond."""
@@ -235,13 +259,16 @@ class Group:
         return f"rank {self.rank} lost the connection to the other processes of the run"
 
 
-# The store of the group that was joined last. Global, because torch's process group is global, too.
+# The store of the group that was joined last, and its watch. Global, because torch's process group is global, too.
 _STORES: list[Any] = []
+_WATCHES: list[Watch] = []
 _MEETINGS = count()
 _PLACES: list[Any] = []
 
 
 def _leave() -> None:
+    while _WATCHES:
+        _WATCHES.pop().close()
     _STORES.clear()
     if dist.is_initialized():
         with suppress(Exception):
@@ -259,9 +286,11 @@ def _leave_at_exit() -> None:
 
 def _answers(store: Any, rank: int, deadline: float, word: str = "here") -> bool:
     """Return whether a process writes a key in time, or has reported a failure."""
-    host, pid = store.get(f"at/{rank}").decode().split() if store.check([f"at/{rank}"]) else ("", "0")
+    address = store.get(f"at/{rank}").decode() if store.check([f"at/{rank}"]) else "{}"
+    # None means that its machine or its namespace of processes is another one.
+    pid = neighbour(address)
     while not (store.check([f"failed/{rank}"]) or store.check([f"{word}/{rank}"])):
-        is_dead = host == socket.gethostname() and not _runs(int(pid))
+        is_dead = pid is not None and not _runs(pid)
         if is_dead or time.monotonic() > deadline:
             return False
         time.sleep(0.05)
