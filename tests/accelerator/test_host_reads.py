@@ -148,8 +148,8 @@ def test_a_compiled_step_reads_nothing(callbacks: list[Callback], options: dict[
     assert reads_per_step(*callbacks, **options) == [[]] * 9
 
 
-def test_a_compiled_step_in_float16_reads_the_scale_and_one_flag() -> None:
-    assert reads_per_step(precision="fp16") == [[READ, READ]] * 9
+def test_a_compiled_step_in_float16_reads_one_flag() -> None:
+    assert reads_per_step(precision="fp16") == [[READ]] * 9
 
 
 def test_the_counter_sees_every_way_to_read_a_value() -> None:
