@@ -234,7 +234,7 @@ class Group:
         if store is None:
             return f"rank {self.rank} lost the connection to the other processes of the run"
         deadline = time.monotonic() + _PATIENCE
-        gone, failed = [], []
+        gone, late, failed = [], [], []
         try:
             # Every process that is alive writes this key after a failure; one that does not is gone.
             store.set(f"here/{self.rank}", "")
@@ -243,11 +243,13 @@ class Group:
                     if store.check([f"failed/{rank}"]):
                         failed.append(f"rank {rank} failed: {store.get(f'failed/{rank}').decode()}")
                 else:
-                    gone.append(rank)
+                    pid = _pid(store, rank)
+                    (gone if pid is None or not _runs(pid) else late).append(rank)
             store.set(f"asked/{self.rank}", "")
             if self.rank == 0:
                 # The store may be a thread of this process: stay until the other processes have made their checks, too.
-                for rank in (rank for rank in others if rank not in gone and not store.check([f"failed/{rank}"])):
+                silent = {*gone, *late}
+                for rank in (rank for rank in others if rank not in silent and not store.check([f"failed/{rank}"])):
                     _answers(store, rank, deadline, "asked")
         except Exception:
             # The store is a thread of the first process, unless a launcher runs it.
@@ -256,6 +258,8 @@ class Group:
             return "; ".join(failed)
         if gone:
             return " and ".join(f"rank {rank}" for rank in gone) + (" is" if len(gone) == 1 else " are") + " gone"
+        if late:
+            return " and ".join(f"rank {rank}" for rank in late) + " did not take part in time, and still runs"
         return f"rank {self.rank} lost the connection to the other processes of the run"
 
 
@@ -286,15 +290,18 @@ def _leave_at_exit() -> None:
 
 def _answers(store: Any, rank: int, deadline: float, word: str = "here") -> bool:
     """Return whether a process writes a key in time, or has reported a failure."""
-    address = store.get(f"at/{rank}").decode() if store.check([f"at/{rank}"]) else "{}"
-    # None means that its machine or its namespace of processes is another one.
-    pid = neighbour(address)
+    pid = _pid(store, rank)
     while not (store.check([f"failed/{rank}"]) or store.check([f"{word}/{rank}"])):
         is_dead = pid is not None and not _runs(pid)
         if is_dead or time.monotonic() > deadline:
             return False
         time.sleep(0.05)
     return True
+
+
+def _pid(store: Any, rank: int) -> int | None:
+    """Return the number of the process of a rank; None if it is on another machine."""
+    return neighbour(store.get(f"at/{rank}").decode()) if store.check([f"at/{rank}"]) else None
 
 
 def _runs(pid: int) -> bool:
