@@ -234,7 +234,9 @@ class Group:
         if store is None:
             return f"rank {self.rank} lost the connection to the other processes of the run"
         deadline = time.monotonic() + _PATIENCE
-        gone, late, failed = [], [], []
+        gone: list[int] = []
+        late: list[int] = []
+        failed: list[str] = []
         try:
             # Every process that is alive writes this key after a failure; one that does not is gone.
             store.set(f"here/{self.rank}", "")

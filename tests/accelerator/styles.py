@@ -156,7 +156,7 @@ class NetTrial(pytorch.PyTorchTrial):
         return {"loss": loss}
 
     def clip(self, parameters: Any) -> None:
-        nn.utils.clip_grad_norm_(parameters, self.max_norm)
+        nn.utils.clip_grad_norm_(parameters, self.max_norm or 0.0)
 
 
 def trial(device: str, model: Net, feature: Feature) -> nn.Module:

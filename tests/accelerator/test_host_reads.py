@@ -77,7 +77,7 @@ def _is_mask(index: Any) -> bool:
 
 class _Methods(TorchFunctionMode):
     def __init__(self, causes: list[str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch
+        super().__init__()
         self.causes = causes
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -24,7 +24,7 @@ _logger = logging.getLogger("dovetail.distributed")
 # Seconds between two checks.
 _TICK = 0.5
 # Seconds for the store to accept the report about a process; the store may be a thread of the stopped process.
-_PATIENCE = 1.0
+_PATIENCE = 0.5
 # Folders whose functions do not describe what a user's program computes.
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _OWN_FOLDER = str(Path(__file__).parents[1])
@@ -45,7 +45,7 @@ class Limits:
         60
     """
 
-    stopped: float = 5.0
+    stopped: float = 4.0
     silent: float = 60.0
     late: float = 10.0
 
@@ -103,8 +103,9 @@ class Watch:
 
     def __init__(self, store: Any, rank: int, size: int, limits: Limits | None = None) -> None:
         self.problem: str | None = None
-        # A connection of its own: another call of this process may wait for a key for minutes.
-        self._store = store.clone()
+        # A connection of its own: another call of this process may wait for a key for minutes. Torch 2.6 has none.
+        clone = getattr(store, "clone", None)
+        self._store = store if clone is None else clone()
         self._rank, self._size = rank, size
         self._limits = Limits.from_environment() if limits is None else limits
         self._is_over = threading.Event()
@@ -220,13 +221,19 @@ class Watch:
             f"{self.name(rank)} was stopped by a signal such as SIGSTOP for {self._limits.stopped:g} s, so it was "
             "killed and the run ends; DOVETAIL_STOPPED_SECONDS sets this limit, and 0 waits"
         )
-        left: list[bool] = []
-        self._in_time(lambda: left.append(self._has_left(rank)))
-        if any(left) or self._is_over.is_set():
+        left: list[int] = []
+
+        def announce() -> None:
+            if self._has_left(rank):
+                left.append(rank)
+            else:
+                self._store.set(f"late/{rank}", problem)
+
+        self._in_time(announce)
+        if left or self._is_over.is_set():
             return
         # Before the kill, because the collective calls of all processes fail at once.
         self.problem = problem
-        self._in_time(lambda: self._store.set(f"late/{rank}", problem))
         try:
             process.kill()
         except psutil.NoSuchProcess:
