@@ -201,6 +201,33 @@ def test_the_caller_gets_the_rank_of_a_stopped_process(tmp_path: Path, monkeypat
         trainer.fit(max_length=Epochs(2))
 
 
+class StopsAndFails(Callback):
+    """Stops the second process, and fails in the first one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_step_end(self, context: Any, output: Any) -> None:
+        """Stop or fail at the fourth batch."""
+        if context.progress.batches == 4:
+            if context.process.share.rank == 0:
+                raise ValueError("the first process fails")
+            os.kill(os.getpid(), signal.SIGSTOP)
+            (self.folder / "continued").touch()
+
+
+def test_a_stopped_worker_continues_to_end_when_another_one_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DOVETAIL_STOPPED_SECONDS", "0")
+    trainer = make_trainer(tmp_path, num_processes=2)
+    trainer.context.callbacks.add(StopsAndFails(tmp_path))
+    with pytest.raises(ValueError, match="the first process fails"):
+        trainer.fit(max_length=Epochs(2))
+    # It received SIGTERM, and was not killed.
+    assert (tmp_path / "continued").exists()
+
+
 def _terminate_second(context: Any, output: Any) -> None:
     if context.process.share.rank == 1 and context.progress.batches == 5:
         os.kill(os.getpid(), signal.SIGTERM)
