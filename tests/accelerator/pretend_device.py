@@ -53,8 +53,9 @@ class Event:
     """A transfer between host and device.
 
     Attributes:
-        kind: `to_device`, `to_host` or `read`.
-        waits: True if the host waits for the device: it reads a value, or a copy is not from or to pinned memory.
+        kind: `to_device`, `to_host`, `read` or `wait`.
+        waits: True if the host waits for the device: it reads a value, a copy is not from or to pinned memory, or it
+            synchronizes with a stream, an event or the device.
         cause: The operator.
         after: The number of operators that the device was given before.
     """
@@ -190,7 +191,7 @@ class PretendDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         _log.events.clear()
         _log.pinned.clear()
         _log.recorded_streams = 0
-        self._streams.enter_context(installed())
+        self._streams.enter_context(installed(lambda cause: _log.note("wait", cause, waits=True)))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 

@@ -8,7 +8,7 @@ written, without waiting for it, is an error.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -49,7 +49,7 @@ class PretendStream(torch.Stream):
         return True
 
     def synchronize(self) -> None:
-        _STREAMS[-1].wait_stream(self)
+        note_wait("Stream.synchronize")
 
     def __enter__(self) -> PretendStream:
         self.before.append(_STREAMS[-1])
@@ -84,7 +84,16 @@ class PretendEvent:
         return True
 
     def synchronize(self) -> None:
-        self.wait()
+        note_wait("Event.synchronize")
+
+
+# Called with the name of a function in which the host waits for the device.
+_LISTENERS: list[Callable[[str], None]] = []
+
+
+def note_wait(cause: str) -> None:
+    for listener in _LISTENERS:
+        listener(cause)
 
 
 _NUMBERS = count()
@@ -141,11 +150,16 @@ def count_operator() -> None:
 
 
 @contextmanager
-def installed() -> Iterator[None]:
-    """Use these streams for torch's functions of the current accelerator."""
+def installed(listener: Callable[[str], None]) -> Iterator[None]:
+    """Use these streams for torch's functions of the current accelerator, and report when the host waits for one."""
+    _LISTENERS.append(listener)
     with (
+        patch.object(torch.accelerator, "synchronize", lambda device=None: note_wait("synchronize")),
         patch.object(torch, "Stream", PretendStream),
         patch.object(torch, "Event", PretendEvent),
         patch.object(torch.accelerator, "current_stream", current_stream),
     ):
-        yield
+        try:
+            yield
+        finally:
+            _LISTENERS.remove(listener)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import re
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import forked
+import psutil
 import pytest
 from group_training import make_trainer, outcome
 
@@ -128,6 +131,27 @@ def test_a_late_process_is_named_with_its_line_and_the_run_continues(tmp_path: P
     name = f"rank 1 ({socket.gethostname()}, process {processes[1].pid})"
     assert report.startswith("rank 0 has waited 1 s for the other processes; not arrived: ")
     assert re.search(rf"{re.escape(name)} at group_training.py:\d+ in wait\n", report)
+
+
+def _debug(process: Any, request: int) -> None:
+    """Halt a process, or let it continue, as a debugger does."""
+    ptrace = ctypes.CDLL(None, use_errno=True).ptrace
+    ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+    if ptrace(request, process.pid, None, None):
+        pytest.skip(f"no debugger can be attached here: {os.strerror(ctypes.get_errno())}")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ptrace of Linux")
+def test_a_process_in_a_debugger_does_not_end_the_run(tmp_path: Path) -> None:
+    attach, detach = 16, 17
+    with _group(tmp_path, DOVETAIL_STOPPED_SECONDS="1", DOVETAIL_LATE_SECONDS="2") as processes:
+        _debug(processes[1], attach)
+        _continue(*processes)
+        report = processes[0].stderr.readline().decode()
+        assert psutil.Process(processes[1].pid).status() == psutil.STATUS_TRACING_STOP
+        _debug(processes[1], detach)
+        assert [process.wait(timeout=_SECONDS_AFTER_A_KILL) for process in processes] == [0, 0]
+    assert "rank 0 has waited 2 s" in report
 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="another host name needs root")
