@@ -51,11 +51,18 @@ def compare(wrap: Layer, callbacks: Callable[[], list[Any]] = list, **options: A
     return {"difference": difference, "waits": waits, "number": number, "num_parts": len(parts)}
 
 
+def offload_on_the_cpu() -> dict[str, Any]:
+    """Train on the CPU of a machine with an accelerator, outside of the block in which its memory can be pinned."""
+    trainers = [fit("cpu", Net(None), partial(FSDPTrainer, cpu_offload=value), list) for value in (False, True)]
+    plain, offloaded = ([whole(it.detach()) for it in trainer.model.parameters()] for trainer in trainers)
+    return {"difference": max(float((it - other).abs().max()) for it, other in zip(plain, offloaded, strict=True))}
+
+
 def with_precision(layer: Any, precision: Any) -> Layer:
     return lambda trainer: layer(AMPTrainer(trainer, precision=precision))
 
 
-CASES: dict[str, Callable[[], dict[str, Any]]] = {}
+CASES: dict[str, Callable[[], dict[str, Any]]] = {"offload on the CPU": offload_on_the_cpu}
 for _name, _layer in {"data parallel": DDPTrainer, "sharded": FSDPTrainer}.items():
     CASES |= {
         f"{_name} plain": partial(compare, _layer),

@@ -28,3 +28,7 @@ def test_steps_of_two_ranks_wait_for_no_device(results: list[dict[str, Any]], la
     waits = ["aten._local_scalar_dense.default"] * 4 if feature == "fp16" else []
     expected = {"difference": 0.0, "waits": waits, "num_parts": num_parts}
     assert [found[f"{layer} {feature}"] for found in results] == [{**expected, "number": rank} for rank in (0, 1)]
+
+
+def test_offloading_on_the_cpu_needs_no_pinned_memory_of_an_accelerator(results: list[dict[str, Any]]) -> None:
+    assert [found["offload on the CPU"] for found in results] == [{"difference": 0.0}] * 2
