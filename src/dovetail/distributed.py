@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import io
 import os
-import socket
 import struct
 import sys
 import time
@@ -28,8 +27,19 @@ from dovetail.checkpoint.encoding import decode_text, encode
 from dovetail.checkpoint.files import Digest
 from dovetail.checkpoint.tensors import read_tensors, stream
 from dovetail.errors import DovetailError
+from dovetail.runtime.liveness import Watch, neighbour, own_address
 
-__all__ = ["Group", "PeerError", "is_launched", "is_part", "num_launched", "own_part", "part_of", "whole"]
+__all__ = [
+    "Group",
+    "PeerError",
+    "StoppedPeerError",
+    "is_launched",
+    "is_part",
+    "num_launched",
+    "own_part",
+    "part_of",
+    "whole",
+]
 
 _T = TypeVar("_T")
 
@@ -44,6 +54,10 @@ _FIRST = 1016
 
 class PeerError(DovetailError):
     """Another process of the run has failed or ended."""
+
+
+class StoppedPeerError(PeerError):
+    """Another process of the run was stopped, and did not continue in time."""
 
 
 def is_launched() -> bool:
@@ -125,8 +139,10 @@ class Group:
         # release it; its threads then sometimes abort the interpreter at its end. So import it before there is a group.
         import_module("torch.distributed.nn.functional")
         dist.init_process_group(collective_backend(device.type), store=store, rank=rank, world_size=size)
-        store.set(f"at/{rank}", f"{socket.gethostname()} {os.getpid()}")
+        store.set(f"at/{rank}", own_address())
         _STORES.append(store)
+        if size > 1:
+            _WATCHES.append(Watch(store, rank, size))
         atexit.register(_leave_at_exit)
         return cls(store)
 
@@ -141,7 +157,7 @@ class Group:
                 assert work is not None
                 work.wait()
         except RuntimeError as error:
-            raise PeerError(self._describe_lost_peers()) from error
+            raise self.lost() from error
 
     def copy_first(self, tensors: Iterable[Tensor]) -> None:
         """Replace tensors by the tensors of the first process."""
@@ -173,7 +189,7 @@ class Group:
             yield
         except RuntimeError as error:
             if isinstance(error, dist.DistError) or "gloo" in str(error):
-                raise PeerError(self._describe_lost_peers()) from error
+                raise self.lost() from error
             raise
 
     def new_channel(self) -> dist.ProcessGroup:
@@ -186,7 +202,15 @@ class Group:
 
     def lost(self) -> PeerError:
         """Return the error to raise after a failed collective operation, with the names of the missing processes."""
-        return PeerError(self._describe_lost_peers())
+        if _WATCHES and _WATCHES[-1].problem is not None:
+            return StoppedPeerError(_WATCHES[-1].problem)
+        description, stopped = self._describe_lost_peers(), []
+        if self._store is not None:
+            # The store may have ended with the first process.
+            with suppress(Exception):
+                keys = [f"late/{rank}" for rank in range(self.size)]
+                stopped = [self._store.get(key).decode() for key in keys if self._store.check([key])]
+        return StoppedPeerError(stopped[0]) if stopped else PeerError(description)
 
     def tell_failure(self, error: BaseException) -> None:
         """Send the error with which this process exits to the other processes, if they can be reached."""
@@ -202,7 +226,7 @@ class Group:
         try:
             return operation()
         except RuntimeError as error:
-            raise PeerError(self._describe_lost_peers()) from error
+            raise self.lost() from error
 
     def _describe_lost_peers(self) -> str:
         """Return a sentence about the processes that failed or do not respond."""
@@ -210,7 +234,9 @@ class Group:
         if store is None:
             return f"rank {self.rank} lost the connection to the other processes of the run"
         deadline = time.monotonic() + _PATIENCE
-        gone, failed = [], []
+        gone: list[int] = []
+        late: list[int] = []
+        failed: list[str] = []
         try:
             # Every process that is alive writes this key after a failure; one that does not is gone.
             store.set(f"here/{self.rank}", "")
@@ -219,11 +245,13 @@ class Group:
                     if store.check([f"failed/{rank}"]):
                         failed.append(f"rank {rank} failed: {store.get(f'failed/{rank}').decode()}")
                 else:
-                    gone.append(rank)
+                    pid = _pid(store, rank)
+                    (gone if pid is None or not _runs(pid) else late).append(rank)
             store.set(f"asked/{self.rank}", "")
             if self.rank == 0:
                 # The store may be a thread of this process: stay until the other processes have made their checks, too.
-                for rank in (rank for rank in others if rank not in gone and not store.check([f"failed/{rank}"])):
+                silent = {*gone, *late}
+                for rank in (rank for rank in others if rank not in silent and not store.check([f"failed/{rank}"])):
                     _answers(store, rank, deadline, "asked")
         except Exception:
             # The store is a thread of the first process, unless a launcher runs it.
@@ -232,16 +260,21 @@ class Group:
             return "; ".join(failed)
         if gone:
             return " and ".join(f"rank {rank}" for rank in gone) + (" is" if len(gone) == 1 else " are") + " gone"
+        if late:
+            return " and ".join(f"rank {rank}" for rank in late) + " did not take part in time, and still runs"
         return f"rank {self.rank} lost the connection to the other processes of the run"
 
 
-# The store of the group that was joined last. Global, because torch's process group is global, too.
+# The store of the group that was joined last, and its watch. Global, because torch's process group is global, too.
 _STORES: list[Any] = []
+_WATCHES: list[Watch] = []
 _MEETINGS = count()
 _PLACES: list[Any] = []
 
 
 def _leave() -> None:
+    while _WATCHES:
+        _WATCHES.pop().close()
     _STORES.clear()
     if dist.is_initialized():
         with suppress(Exception):
@@ -259,13 +292,18 @@ def _leave_at_exit() -> None:
 
 def _answers(store: Any, rank: int, deadline: float, word: str = "here") -> bool:
     """Return whether a process writes a key in time, or has reported a failure."""
-    host, pid = store.get(f"at/{rank}").decode().split() if store.check([f"at/{rank}"]) else ("", "0")
+    pid = _pid(store, rank)
     while not (store.check([f"failed/{rank}"]) or store.check([f"{word}/{rank}"])):
-        is_dead = host == socket.gethostname() and not _runs(int(pid))
+        is_dead = pid is not None and not _runs(pid)
         if is_dead or time.monotonic() > deadline:
             return False
         time.sleep(0.05)
     return True
+
+
+def _pid(store: Any, rank: int) -> int | None:
+    """Return the number of the process of a rank; None if it is on another machine."""
+    return neighbour(store.get(f"at/{rank}").decode()) if store.check([f"at/{rank}"]) else None
 
 
 def _runs(pid: int) -> bool:

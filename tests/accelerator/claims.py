@@ -19,8 +19,8 @@ from pretend_device import PretendDevice
 from run_claims import RUN_CLAIMS
 from styles import EPOCHS, FEATURES, NUM_BATCHES, STYLES, Net
 
-# Features that a style cannot be given from outside.
-MISSING = {("trial", name) for name in FEATURES if name != "plain"}
+# A trial has Determined's callbacks: there is none for an average of the weights, and the searcher stops a trial early.
+MISSING = {("trial", "ema"), ("trial", "early_stopping")}
 
 
 def check_cell(style: str, name: str) -> None:

@@ -5,8 +5,9 @@
     device.events    # copies between host and device, and values that the host read
 
 The numbers are the CPU's, bit for bit, because the same kernels compute them. An operation that mixes tensors of the
-device and of the CPU raises, as on a real device. The device has its own random generators, pinned memory, autocast,
-and streams and events of torch that do nothing. It has no allocator, no compiler and no storage that can be resized.
+device and of the CPU raises, as on a real device. So does an operator whose stream has not waited for the stream that
+writes its inputs (`pretend_streams.py`). The device has its own random generators, pinned memory and autocast. It has
+no allocator and no compiler.
 
 Import this module before the first backward pass of a process: torch's engine counts devices once.
 """
@@ -15,12 +16,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from pretend_streams import Origin, PretendEvent, PretendStream, count_operator, current_stream, installed, use_stream
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -51,8 +53,9 @@ class Event:
     """A transfer between host and device.
 
     Attributes:
-        kind: `to_device`, `to_host` or `read`.
-        waits: True if the host waits for the device: it reads a value, or a copy is not from or to pinned memory.
+        kind: `to_device`, `to_host`, `read` or `wait`.
+        waits: True if the host waits for the device: it reads a value, a copy is not from or to pinned memory, or it
+            synchronizes with a stream, an event or the device.
         cause: The operator.
         after: The number of operators that the device was given before.
     """
@@ -110,6 +113,9 @@ class _Module:
     def set_device(self, device: Any) -> None:
         _log.current = torch.device(device).index or 0
 
+    Stream, Event = PretendStream, PretendEvent
+    current_stream, stream = staticmethod(current_stream), staticmethod(use_stream)
+
     def set_sync_debug_mode(self, mode: str) -> None:
         _log.warns = mode == "warn"
 
@@ -151,6 +157,11 @@ class PretendTensor(Tensor):
 
     def __init__(self, inner: Tensor) -> None:
         self.inside = inner
+        self.origin = Origin()
+
+    def untyped_storage(self) -> Any:
+        # Sharded models resize it.
+        return self.inside.untyped_storage()
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -158,7 +169,7 @@ class PretendTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        return _dispatch(func, args, kwargs or {})
+        return NotImplemented if _is_foreign(types) else _dispatch(func, args, kwargs or {})
 
     def tolist(self) -> Any:
         _log.note("read", "tolist", waits=True)
@@ -174,16 +185,22 @@ class PretendDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._streams = ExitStack()
 
     def __enter__(self) -> PretendDevice:
         _log.events.clear()
         _log.pinned.clear()
         _log.recorded_streams = 0
+        self._streams.enter_context(installed(lambda cause: _log.note("wait", cause, waits=True)))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._streams.close()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _dispatch(func, args, kwargs or {})
+        return func(*args, **(kwargs or {})) if _is_foreign(types) else _dispatch(func, args, kwargs or {})
 
     @property
     def events(self) -> list[Event]:
@@ -201,6 +218,11 @@ class PretendDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return _log.recorded_streams
 
 
+def _is_foreign(types: Any) -> bool:
+    """Return whether another subclass handles the operator first: a `DTensor`, which holds tensors of the device."""
+    return any(issubclass(it, Tensor) and it not in (Tensor, nn.Parameter, PretendTensor) for it in types)
+
+
 def _dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     tensors = [it for it in tree_leaves((args, kwargs)) if isinstance(it, Tensor)]
     mine = [it for it in tensors if isinstance(it, PretendTensor)]
@@ -210,7 +232,11 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return _on_host(func, args, kwargs)
     if func is _aten.record_stream.default:
         _log.recorded_streams += 1
+        mine[0].origin.users.add(args[1].stream_id)
         return None
+    for tensor in mine:
+        tensor.origin.check_use(func)
+    count_operator()
     _note_transfers(func, args, kwargs, mine, plain, target)
     _log.num_operations += 1
     inner_kwargs = {name: _CPU if name == "device" and target == NAME else it for name, it in kwargs.items()}
@@ -219,11 +245,18 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     with _randomness(func, inner_kwargs):
         out = func(*tree_map(_inner, tuple(args)), **tree_map(_inner, inner_kwargs))
     if func is _aten.copy_.default:
+        if isinstance(args[0], PretendTensor):
+            args[0].origin = Origin(is_copy=not isinstance(args[1], PretendTensor))
         return args[0]
     if target == "cpu":
         _keep_pinned(kwargs, out)
         return out
-    return out if func in _VALUES else _wrapped(func, args, mine, out)
+    if func in _VALUES:
+        return out
+    wrapped = _wrapped(func, args, mine, out)
+    if func is _aten._to_copy.default and plain:
+        wrapped.origin.is_copy = True
+    return wrapped
 
 
 def _on_host(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -278,6 +311,8 @@ def _wrapped(func: Any, args: Sequence[Any], mine: list[Any], out: Any) -> Any:
         formal = func._schema.arguments
         written = [it for it, arg in zip(args, formal, strict=False) if arg.alias_info and arg.alias_info.is_write]
         written = written or mine
+        for each in tree_leaves(written):
+            each.origin = Origin()
         return written[0] if len(returns) == 1 else tuple(written)
     wrap: Callable[[Any], Any] = lambda it: (  # noqa: E731
         PretendTensor(it) if isinstance(it, Tensor) and not isinstance(it, PretendTensor) else it

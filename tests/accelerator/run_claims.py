@@ -69,9 +69,35 @@ def the_device_notices_waits_and_mixed_devices() -> None:
         x[x > 0]
         x.tolist()
         x.cpu()
-        assert [event.waits for event in device.events] == [False, True, True, True, True, True]
+        torch.accelerator.current_stream().record_event().synchronize()
+        torch.accelerator.synchronize()
+        assert [event.waits for event in device.events] == [False, *[True] * 7]
         with pytest.raises(RuntimeError, match="same device"):
             x + torch.ones(3)
+
+
+def the_device_notices_a_stream_that_does_not_wait() -> None:
+    with PretendDevice():
+        side, current = torch.Stream(device=NAME), torch.accelerator.current_stream()
+        with side:
+            x = torch.ones(3).pin_memory().to(NAME, non_blocking=True)
+            copied = side.record_event()
+            x.add_(1)
+        with pytest.raises(RuntimeError, match="without waiting"):
+            x + 1
+        current.wait_event(copied)
+        # The event is older than the addition.
+        with pytest.raises(RuntimeError, match="without waiting"):
+            x + 1
+        current.wait_stream(side)
+        x + 1
+        with side:
+            x = torch.ones(3).pin_memory().to(NAME, non_blocking=True)
+        current.wait_stream(side)
+        with pytest.raises(RuntimeError, match="without `record_stream`"):
+            x + 1
+        x.record_stream(current)
+        x + 1
 
 
 def auto_selects_the_device() -> None:
@@ -319,6 +345,7 @@ RUN_CLAIMS = {
     claim.__name__.replace("_", " "): claim
     for claim in (
         the_device_notices_waits_and_mixed_devices,
+        the_device_notices_a_stream_that_does_not_wait,
         auto_selects_the_device,
         random_states_of_the_device_are_saved_and_restored,
         the_next_batch_is_copied_before_the_step,

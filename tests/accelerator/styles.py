@@ -69,12 +69,13 @@ class Feature:
     wrap: Callable[[Any], Any] = lambda trainer: trainer
     callbacks: Callable[[], list[Any]] = list
     validates: bool = False
+    precision: Any = None
 
 
 FEATURES = {
     "plain": Feature(),
-    "bf16": Feature(wrap=partial(AMPTrainer, precision="bf16")),
-    "fp16": Feature(wrap=partial(AMPTrainer, precision="fp16")),
+    "bf16": Feature(wrap=partial(AMPTrainer, precision="bf16"), precision="bf16"),
+    "fp16": Feature(wrap=partial(AMPTrainer, precision="fp16"), precision="fp16"),
     "accumulation": Feature({"accumulation_steps": 4}),
     "clipping": Feature({"gradient_clip": 0.1}),
     "ema": Feature(callbacks=lambda: [EMA(0.9)]),
@@ -135,8 +136,11 @@ def manual(device: str, model: Net, feature: Feature) -> nn.Module:
 
 
 class NetTrial(pytorch.PyTorchTrial):
-    def __init__(self, context: pytorch.PyTorchTrialContext, model: Net) -> None:
+    def __init__(self, context: pytorch.PyTorchTrialContext, model: Net, feature: Feature) -> None:
         self.context = context
+        self.max_norm = feature.options.get("gradient_clip")
+        if feature.precision is not None:
+            context.experimental.use_amp(feature.precision)
         self.model = context.wrap_model(model)
         self.optimizer = context.wrap_optimizer(make_optimizer(self.model.parameters()))
 
@@ -148,15 +152,19 @@ class NetTrial(pytorch.PyTorchTrial):
         x, y = batch
         loss = nn.functional.cross_entropy(self.model(x), y)
         self.context.backward(loss)
-        self.context.step_optimizer(self.optimizer)
+        self.context.step_optimizer(self.optimizer, clip_grads=self.clip if self.max_norm else None)
         return {"loss": loss}
+
+    def clip(self, parameters: Any) -> None:
+        nn.utils.clip_grad_norm_(parameters, self.max_norm or 0.0)
 
 
 def trial(device: str, model: Net, feature: Feature) -> nn.Module:
     """A trial selects its device itself: the accelerator, if there is one."""
     torch.manual_seed(1)
-    context = pytorch.init(hparams={}, checkpoint_dir=None, verbose=False)
-    made = context.build_trial(NetTrial, model=model)
+    num_batches = feature.options.get("accumulation_steps", 1)
+    context = pytorch.init(hparams={}, checkpoint_dir=None, verbose=False, aggregation_frequency=num_batches)
+    made = context.build_trial(NetTrial, model=model, feature=feature)
     context.fit(made, max_length=Epochs(EPOCHS))
     return made.model
 

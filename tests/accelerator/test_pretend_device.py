@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.slow]
 FOLDER = Path(__file__).parent
 STYLES = ("keywords", "subclass", "strategies", "manual")
 FEATURES = ("plain", "bf16", "fp16", "accumulation", "clipping", "ema", "early_stopping")
+TRIAL_FEATURES = ("plain", "bf16", "fp16", "accumulation", "clipping")
 
 
 def names_of_claims() -> list[str]:
@@ -42,8 +43,11 @@ def test_a_step_waits_for_nothing_and_computes_the_bits_of_the_cpu(
     assert results[f"{style} {feature}"] is None, results[f"{style} {feature}"]
 
 
-def test_a_trial_waits_for_nothing_and_computes_the_bits_of_the_cpu(results: dict[str, str | None]) -> None:
-    assert results["trial plain"] is None, results["trial plain"]
+@pytest.mark.parametrize("feature", TRIAL_FEATURES)
+def test_a_trial_waits_for_nothing_and_computes_the_bits_of_the_cpu(
+    results: dict[str, str | None], feature: str
+) -> None:
+    assert results[f"trial {feature}"] is None, results[f"trial {feature}"]
 
 
 @pytest.mark.parametrize("claim", names_of_claims())
@@ -53,4 +57,5 @@ def test_a_run_on_the_device_keeps_its_promise(results: dict[str, str | None], c
 
 def test_every_claim_has_a_test(results: dict[str, str | None]) -> None:
     cells = {f"{style} {feature}" for style in STYLES for feature in FEATURES}
-    assert results.keys() == cells | {"trial plain"} | set(names_of_claims())
+    cells |= {f"trial {feature}" for feature in TRIAL_FEATURES}
+    assert results.keys() == cells | set(names_of_claims())

@@ -1,4 +1,4 @@
-"""Data parallelism on the pretend device, in one process of a group: `accelerator_ranks.py FOLDER`."""
+"""Data parallelism and sharding on the pretend device, in one process of a group: `accelerator_ranks.py FOLDER`."""
 
 from __future__ import annotations
 
@@ -15,39 +15,64 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1] / "accelerator"))
 
 import torch
-from pretend_device import NAME, PretendDevice
+from pretend_device import NAME, PretendDevice, PretendTensor
 from styles import Net, make_batches, make_optimizer
 
 from dovetail import Epochs, Trainer
-from dovetail.trainers import AMPTrainer, DDPTrainer
+from dovetail.callbacks import EMA, EarlyStopping
+from dovetail.distributed import is_part, own_part, whole
+from dovetail.trainers import AMPTrainer, DDPTrainer, FSDPTrainer
+
+Layer = Callable[[Any], Any]
 
 
-def fit(device: str, model: Net, wrap: Any = DDPTrainer, **options: Any) -> Any:
-    settings = {"seed": 1, "verbose": False, "print_every": 10**6, **options}
+def fit(device: str, model: Net, wrap: Layer, callbacks: Callable[[], list[Any]], **options: Any) -> Any:
+    settings = {"seed": 1, "verbose": False, "print_every": 10**6, "callbacks": callbacks(), **options}
     trainer = wrap(Trainer(model, device, optimizer=make_optimizer, **settings))
-    trainer.fit(make_batches(), max_length=Epochs(1))
+    batches = make_batches() * 2
+    trainer.fit(batches, batches if settings["callbacks"] else None, max_length=Epochs(1))
     return trainer
 
 
-def compare(wrap: Any = DDPTrainer, **options: Any) -> dict[str, Any]:
+def compare(wrap: Layer, callbacks: Callable[[], list[Any]] = list, **options: Any) -> dict[str, Any]:
     """Train on the CPU and on the device; return the largest difference and what a step waited for."""
-    expected = {name: it.detach() for name, it in fit("cpu", Net(None), wrap, **options).model.state_dict().items()}
+    on_cpu = fit("cpu", Net(None), wrap, callbacks, **options)
+    expected = {name: whole(it.detach()) for name, it in on_cpu.model.state_dict().items()}
     with PretendDevice() as device:
         model = Net(device)
-        trainer = fit(NAME, model, wrap, **options)
-        found = {name: it.cpu() for name, it in trainer.model.state_dict().items()}
+        trainer = fit(NAME, model, wrap, callbacks, **options)
+        found = {name: whole(it).cpu() for name, it in trainer.model.state_dict().items()}
         number = torch.device(trainer.context.device).index
+        parts = [it for it in trainer.model.parameters() if is_part(it)]
+        assert {type(own_part(it.detach())) for it in trainer.model.parameters()} == {PretendTensor}
     inside = [event for event in device.events[model.marks[1] : model.marks[-1]] if event.waits]
     difference = max(float((found[name] - it).abs().max()) for name, it in expected.items())
-    return {"difference": difference, "waits": [event.cause for event in inside], "number": number}
+    waits = [event.cause for event in inside]
+    return {"difference": difference, "waits": waits, "number": number, "num_parts": len(parts)}
 
 
-CASES: dict[str, Callable[[], dict[str, Any]]] = {
-    "plain": compare,
-    "bf16": partial(compare, lambda trainer: DDPTrainer(AMPTrainer(trainer, precision="bf16"))),
-    "accumulation": partial(compare, accumulation_steps=2),
-    "clipping": partial(compare, gradient_clip=0.1),
-}
+def offload_on_the_cpu() -> dict[str, Any]:
+    """Train on the CPU of a machine with an accelerator, outside of the block in which its memory can be pinned."""
+    trainers = [fit("cpu", Net(None), partial(FSDPTrainer, cpu_offload=value), list) for value in (False, True)]
+    plain, offloaded = ([whole(it.detach()) for it in trainer.model.parameters()] for trainer in trainers)
+    return {"difference": max(float((it - other).abs().max()) for it, other in zip(plain, offloaded, strict=True))}
+
+
+def with_precision(layer: Any, precision: Any) -> Layer:
+    return lambda trainer: layer(AMPTrainer(trainer, precision=precision))
+
+
+CASES: dict[str, Callable[[], dict[str, Any]]] = {"offload on the CPU": offload_on_the_cpu}
+for _name, _layer in {"data parallel": DDPTrainer, "sharded": FSDPTrainer}.items():
+    CASES |= {
+        f"{_name} plain": partial(compare, _layer),
+        f"{_name} bf16": partial(compare, with_precision(_layer, "bf16")),
+        f"{_name} fp16": partial(compare, with_precision(_layer, "fp16")),
+        f"{_name} accumulation": partial(compare, _layer, accumulation_steps=2),
+        f"{_name} clipping": partial(compare, _layer, gradient_clip=0.1),
+        f"{_name} ema": partial(compare, _layer, lambda: [EMA(0.9)]),
+        f"{_name} early_stopping": partial(compare, _layer, lambda: [EarlyStopping("valid_loss", patience=1)]),
+    }
 
 
 def main(folder: Path) -> None:

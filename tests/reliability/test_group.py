@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import forked
+import psutil
 import pytest
 from group_training import make_trainer, outcome
 
@@ -33,11 +37,12 @@ _SECONDS_AFTER_A_SIGNAL, _SECONDS_AFTER_A_KILL = (5, 10) if _TORTURE else (120, 
 
 
 @contextmanager
-def _group(folder: Path) -> Iterator[list[Any]]:
+def _group(folder: Path, **variables: str) -> Iterator[list[Any]]:
     """Two processes that wait inside their sixth batch."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    shared |= variables
     with ExitStack() as stack:
         processes = [
             stack.enter_context(
@@ -63,15 +68,19 @@ def _group(folder: Path) -> Iterator[list[Any]]:
                 process.kill()
 
 
+def _continue(*processes: Any) -> None:
+    """Let processes continue that wait in a batch."""
+    for process in processes:
+        process.stdin.write(b".")
+        process.stdin.flush()
+
+
 @pytest.mark.parametrize("told", [0, 1])
 @pytest.mark.parametrize("round", range(_ROUNDS))
 def test_a_signal_to_one_process_ends_both_with_one_checkpoint(tmp_path: Path, told: int, round: int) -> None:
     with _group(tmp_path) as processes:
         processes[told].send_signal(signal.SIGTERM)
-        for process in processes:
-            assert process.stdin is not None
-            process.stdin.write(b".")
-            process.stdin.flush()
+        _continue(*processes)
         assert [process.wait(timeout=_SECONDS_AFTER_A_SIGNAL) for process in processes] == [143, 143]
         errors = [process.communicate()[1].decode() for process in processes]
     assert "finishing the current update" in errors[told]
@@ -87,14 +96,74 @@ def test_a_killed_process_is_named_by_the_other_which_exits(tmp_path: Path, kill
     with _group(tmp_path) as processes:
         survivor = processes[1 - killed]
         processes[killed].kill()
-        assert survivor.stdin is not None
-        survivor.stdin.write(b".")
-        survivor.stdin.flush()
+        _continue(survivor)
         assert survivor.wait(timeout=_SECONDS_AFTER_A_KILL) == 1
         error = survivor.communicate()[1].decode()
     assert f"PeerError: rank {killed}" in error
     assert "gone" in error
     store.verify(tmp_path / "checkpoints" / "ck_epoch_0_iter_3")
+
+
+# The first process hosts the store, so the other one finds out without it.
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_stopped_process_ends_the_run_with_its_name(tmp_path: Path, stopped: int) -> None:
+    limits = {} if _TORTURE else {"DOVETAIL_STOPPED_SECONDS": "1"}
+    with _group(tmp_path, **limits) as processes:
+        survivor = processes[1 - stopped]
+        processes[stopped].send_signal(signal.SIGSTOP)
+        _continue(survivor)
+        assert survivor.wait(timeout=_SECONDS_AFTER_A_KILL) == 1
+        error = survivor.communicate()[1].decode()
+        assert processes[stopped].wait(timeout=_SECONDS_AFTER_A_KILL) == -signal.SIGKILL
+    name = f"rank {stopped} ({socket.gethostname()}, process {processes[stopped].pid})"
+    assert f"StoppedPeerError: {name} was stopped by a signal such as SIGSTOP" in error
+    store.verify(tmp_path / "checkpoints" / "ck_epoch_0_iter_3")
+
+
+def test_a_late_process_is_named_with_its_line_and_the_run_continues(tmp_path: Path) -> None:
+    # It waits in user code for longer than every limit: only a stopped process ends a run.
+    limits = {f"DOVETAIL_{name}_SECONDS": "1" for name in ("STOPPED", "SILENT", "LATE")}
+    with _group(tmp_path, **limits) as processes:
+        _continue(processes[0])
+        report = processes[0].stderr.readline().decode()
+        _continue(processes[1])
+        assert [process.wait(timeout=_SECONDS_AFTER_A_KILL) for process in processes] == [0, 0]
+    name = f"rank 1 ({socket.gethostname()}, process {processes[1].pid})"
+    assert report.startswith("rank 0 has waited 1 s for the other processes; not arrived: ")
+    assert re.search(rf"{re.escape(name)} at group_training.py:\d+ in wait\n", report)
+
+
+def _debug(process: Any, request: int) -> None:
+    """Halt a process, or let it continue, as a debugger does."""
+    ptrace = ctypes.CDLL(None, use_errno=True).ptrace
+    ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+    if ptrace(request, process.pid, None, None):
+        pytest.skip(f"no debugger can be attached here: {os.strerror(ctypes.get_errno())}")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ptrace of Linux")
+def test_a_process_in_a_debugger_does_not_end_the_run(tmp_path: Path) -> None:
+    attach, detach = 16, 17
+    with _group(tmp_path, DOVETAIL_STOPPED_SECONDS="1", DOVETAIL_LATE_SECONDS="2") as processes:
+        _debug(processes[1], attach)
+        _continue(*processes)
+        report = processes[0].stderr.readline().decode()
+        assert psutil.Process(processes[1].pid).status() == psutil.STATUS_TRACING_STOP
+        _debug(processes[1], detach)
+        assert [process.wait(timeout=_SECONDS_AFTER_A_KILL) for process in processes] == [0, 0]
+    assert "rank 0 has waited 2 s" in report
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="another host name needs root")
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_silent_process_of_another_machine_ends_the_run(tmp_path: Path, stopped: int) -> None:
+    with _group(tmp_path, DOVETAIL_SILENT_SECONDS="1", HOSTS="one two") as processes:
+        survivor = processes[1 - stopped]
+        processes[stopped].send_signal(signal.SIGSTOP)
+        assert survivor.wait(timeout=_SECONDS_AFTER_A_KILL) == 1
+        error = survivor.communicate()[1].decode()
+    assert f"rank {stopped} ({('one', 'two')[stopped]}, process {processes[stopped].pid})" in error
+    assert f"1 s; rank {1 - stopped} exits" in error
 
 
 class Killed(Callback):
@@ -141,6 +210,46 @@ def test_without_restarts_the_caller_gets_the_rank_of_the_killed_process(tmp_pat
     trainer.context.callbacks.add(Killed(1, 4))
     with pytest.raises(TrainingProcessError, match="rank 1 was ended by SIGKILL"):
         trainer.fit(max_length=Epochs(2))
+
+
+def _stop_second(context: Any, output: Any) -> None:
+    if context.process.share.rank == 1 and context.progress.batches == 4:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_the_caller_gets_the_rank_of_a_stopped_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOVETAIL_STOPPED_SECONDS", "1")
+    trainer = make_trainer(tmp_path, num_processes=2)
+    trainer.context.callbacks.add(LambdaCallback(on_step_end=_stop_second))
+    with pytest.raises(TrainingProcessError, match=r"rank 1 \(.*\) was stopped by a signal such as SIGSTOP for 1 s"):
+        trainer.fit(max_length=Epochs(2))
+
+
+class StopsAndFails(Callback):
+    """Stops the second process, and fails in the first one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_step_end(self, context: Any, output: Any) -> None:
+        """Stop or fail at the fourth batch."""
+        if context.progress.batches == 4:
+            if context.process.share.rank == 0:
+                raise ValueError("the first process fails")
+            os.kill(os.getpid(), signal.SIGSTOP)
+            (self.folder / "continued").touch()
+
+
+def test_a_stopped_worker_continues_to_end_when_another_one_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DOVETAIL_STOPPED_SECONDS", "0")
+    trainer = make_trainer(tmp_path, num_processes=2)
+    trainer.context.callbacks.add(StopsAndFails(tmp_path))
+    with pytest.raises(ValueError, match="the first process fails"):
+        trainer.fit(max_length=Epochs(2))
+    # It received SIGTERM, and was not killed.
+    assert (tmp_path / "continued").exists()
 
 
 def _terminate_second(context: Any, output: Any) -> None:

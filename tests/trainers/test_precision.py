@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import gc
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
 
 from dovetail.errors import ConfigError
+from dovetail.trainers import AMPTrainer, Trainer
 from dovetail.trainers.precision import Precision
+from dovetail.units import Epochs
 
 
 def train(precision: Precision, model: nn.Linear, x: torch.Tensor, rounds: int = 3) -> list[bool]:
@@ -44,6 +47,31 @@ def test_an_overflow_skips_the_step_and_lowers_the_scale() -> None:
     assert torch.equal(model.weight, before)
     assert precision.scaler is not None
     assert precision.scaler.get_scale() == 2.0**39
+
+
+def test_a_step_that_a_fused_optimizer_skips_is_no_update() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    trainer = Trainer(model, "cpu", optimizer=lambda them: torch.optim.SGD(them, lr=0.1, fused=True), verbose=False)
+    before = model.weight.detach().clone()
+    batch = (torch.ones(8, 4), torch.ones(8).long())
+    AMPTrainer(trainer, precision="fp16", init_scale=2.0**40).fit([batch] * 3, max_length=Epochs(1))
+    assert torch.equal(model.weight, before)
+    assert (trainer.context.progress.batches, trainer.context.progress.updates) == (3, 0)
+
+
+def test_the_known_scale_is_the_scale_after_overflows_and_growth() -> None:
+    precision, model = Precision("fp16", "cpu", init_scale=2.0**20), nn.Linear(4, 2)
+    assert precision.scaler is not None
+    precision.scaler.set_growth_interval(3)
+    scales = []
+    for _ in range(20):
+        scales.append(precision.known_scale(torch.device("cpu")))
+        assert scales[-1] == precision.scaler.get_scale()
+        train(precision, model, torch.ones(8, 4), rounds=1)
+    # It was lowered by overflows and raised after three updates.
+    assert any(one > other for one, other in pairwise(scales))
+    assert any(one < other for one, other in pairwise(scales))
 
 
 def test_steps_of_every_new_optimizer_are_detected() -> None:

@@ -95,8 +95,8 @@ _GLOBAL = ("python", "numpy", "torch")
 def _global_sources() -> tuple[Source, ...]:
     # Python and NumPy have no public name for their global generators, but a bound method refers to them.
     return (
-        random.random.__self__,  # type: ignore[attr-defined]
-        np.random.get_state.__self__,  # type: ignore[attr-defined]
+        random.random.__self__,  # type: ignore[attr-defined]  # mypy takes a bound method for a function
+        np.random.get_state.__self__,  # type: ignore[attr-defined]  # mypy takes a bound method for a function
         torch.default_generator,
     )
 

@@ -142,7 +142,7 @@ class _Stamped:
         """Pin the batch. Torch calls this method for objects of unknown classes."""
         from torch.utils.data._utils.pin_memory import pin_memory
 
-        return _Stamped(pin_memory(self.batch), self.role, self.changes, self.lost)  # type: ignore[no-untyped-call]
+        return _Stamped(pin_memory(self.batch), self.role, self.changes, self.lost)  # type: ignore[no-untyped-call]  # torch
 
 
 class _Stamping:
@@ -221,7 +221,7 @@ def _take_role(role: int) -> None:
     object.__setattr__(worker, "seed", base_seed + role)
     random.seed(base_seed + role)
     torch.default_generator.manual_seed(base_seed + role)
-    np.random.seed(_generate_state(base_seed, role))  # type: ignore[no-untyped-call]
+    np.random.seed(_generate_state(base_seed, role))  # type: ignore[no-untyped-call]  # torch has no types here
 
 
 def _worker() -> Any:

@@ -106,12 +106,14 @@ class _Workers:
     def send(self, number: int) -> None:
         """Send a signal to the running workers and their data workers."""
         for pid in self.pids.values():
-            # The process has not called `setsid` yet, or its code was not collected yet.
-            try:
-                os.killpg(pid, number)
-            except ProcessLookupError:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, number)
+            # A worker that is stopped receives a signal only after it continues.
+            for each in (number, signal.SIGCONT):
+                # The process has not called `setsid` yet, or its code was not collected yet.
+                try:
+                    os.killpg(pid, each)
+                except ProcessLookupError:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, each)
 
     def stop(self, number: int, received: list[int]) -> None:
         """Send a signal, and each signal that arrives later; kill the workers after a grace period."""

@@ -9,6 +9,8 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, cast
 
+import torch.utils.data as torch_data
+
 from dovetail.data import DataLoader, Share, StreamLoader, is_shared_already, num_batches, shared
 from dovetail.data.sharing import is_torchdata_loader
 from dovetail.data.streams.recognition import divides_itself
@@ -43,6 +45,8 @@ class TrainerData:
         # Whether the running epoch has the order of this library's seed, also if its loader draws another one. Another
         # number of processes continues with the same order.
         self._is_seeded = False
+        # The batch size of a checkpoint that was restored within an epoch; None after its position was converted.
+        self._restored_size: int | None = None
         # Checkpoints contain the states of training and validation.
         self._readers = _Readers()
 
@@ -70,6 +74,8 @@ class TrainerData:
 
     def _num_steps(self, stage: Stage, loader: Any) -> int | None:
         """Return the steps of a whole pass over a loader; None if the data has no length."""
+        if stage == "train" and self._restored_size is not None:
+            self._convert_position(loader)
         share = self._context.process.share
         total = num_batches(loader)
         if total is None or is_shared_already(loader):
@@ -116,6 +122,9 @@ class TrainerData:
                 return _first(limit, loader, reader.batches(loader, epoch=0, start=0, is_running=False))
             loader = reader.own(self._shared(loader, share.rank, is_seeded=share.num_replicas > 1))
             return _first(limit, loader, reader.batches(loader, epoch=progress.epoch, start=0, is_running=False))
+        if self._restored_size is not None:
+            self._convert_position(loader)
+            share = context.process.share
         # A new epoch is shared from its first batch; only a resumed one has a position from which it was divided.
         if progress.batch == 0:
             share = context.process.share = replace(share, start_step=0, used=0)
@@ -137,6 +146,23 @@ class TrainerData:
         )
         return batches if limit is None else _first(limit - progress.batch, loader, batches)
 
+    def _convert_position(self, loader: Any) -> None:
+        """Count the used batches of a resumed epoch in batches of this loader, if the checkpoint has another size."""
+        before, share, size = self._restored_size, self._context.process.share, _batch_size(loader)
+        if before is None or size is None or size == before or self._context.progress.batch == 0:
+            self._restored_size = None
+            return
+        num_samples = share.used * before
+        # Torch's sampler selects samples for each process, so each counts its own batches.
+        unit = size * share.num_replicas if is_shared_already(loader) else size
+        if num_samples % unit or self._readers["train"].has_drawn_ahead:
+            raise DataError(
+                f"the checkpoint was written within an epoch, after {num_samples} samples in batches of {before}, and "
+                f"batches of {size} do not continue there; resume with batch_size={before}, or from a checkpoint at "
+                "the end of an epoch"
+            )
+        self._restored_size, self._context.process.share = None, replace(share, used=num_samples // size)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the seed of the order, and the position in the data of training and validation."""
         context = self._context
@@ -153,6 +179,8 @@ class TrainerData:
             **({"valid_sets": valid} if valid else {}),
             # Batches of the running epoch that are used: with several processes, more than one per step.
             "used": context.process.share.position(context.progress.batch),
+            # None if the data decides the sizes. A restored position that was not read yet has the earlier size.
+            "batch_size": self._restored_size or _batch_size(train_loader),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -172,9 +200,12 @@ class TrainerData:
         start_step = context.progress.batch
         used = restore({"used": start_step, **state}, "used", operator.index, 0)
         context.process.share = replace(context.process.share, start_step=start_step, used=used)
+        # Checkpoints of earlier versions lack this key.
+        self._restored_size = restore({"batch_size": None, **state}, "batch_size", _optional_index, None)
 
     def reset(self) -> None:
         """Forget the running passes, because a new run starts."""
+        self._restored_size = None
         for reader in self._readers.values():
             reader.reset()
 
@@ -233,6 +264,17 @@ class _Readers(dict[str, Reader]):
     def __missing__(self, key: str) -> Reader:
         reader = self[key] = Reader(resumable=key == "train")
         return reader
+
+
+def _batch_size(loader: Any) -> int | None:
+    """Return the batch size of a loader that forms batches from samples by index; None for any other data."""
+    if not isinstance(loader, torch_data.DataLoader) or isinstance(loader.dataset, torch_data.IterableDataset):
+        return None
+    return loader.batch_size
+
+
+def _optional_index(value: Any) -> int | None:
+    return None if value is None else operator.index(value)
 
 
 # The key of a part of a stream, among parts by rank.

@@ -157,7 +157,12 @@ def _side_stream(device: torch.device) -> torch.Stream | None:
 
 def _leaves(batch: Any) -> Iterator[Any]:
     found: list[Any] = []
-    map_leaves(lambda leaf: found.append(leaf) or leaf, batch)  # type: ignore[func-returns-value]
+
+    def collect(leaf: Any) -> Any:
+        found.append(leaf)
+        return leaf
+
+    map_leaves(collect, batch)
     return iter(found)
 
 

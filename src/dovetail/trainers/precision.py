@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dovetail.accelerators import supports_bfloat16
+from dovetail.accelerators import supports_bfloat16, to_host
 from dovetail.errors import ConfigError
 from dovetail.trainers import other_libraries
 
@@ -50,6 +50,8 @@ class Precision:
         self.scaler = self._new_scaler() if self.dtype is torch.float16 else None
         self._stepped = False
         self._is_used = False
+        # The scale that was read last, and the number of updates that do not change it unless gradients overflow.
+        self._scale, self._num_known = init_scale, 0
         # By reference, not by id: another optimizer may get the id of one that was deleted.
         self._watched: WeakSet[Optimizer] = WeakSet()
 
@@ -58,7 +60,7 @@ class Precision:
         if self.scaler is None or not (is_new_run or self._is_used):
             return
         # A new scaler: an error between unscaling and the update of the scale leaves the old one unusable.
-        state, self.scaler, self._is_used = self.scaler.state_dict(), self._new_scaler(), False
+        state, self.scaler, self._is_used, self._num_known = self.scaler.state_dict(), self._new_scaler(), False, 0
         if not is_new_run:
             self.scaler.load_state_dict(state)
 
@@ -99,13 +101,31 @@ class Precision:
             self._watched.add(optimizer)
         self._stepped = False
         self.scaler.step(optimizer)
+        if self._stepped and getattr(optimizer, "_step_supports_amp_scaling", False):
+            # The kernel of a fused optimizer skips the update itself, and the hook is called in any case.
+            self._stepped = not any(to_host(list(self.scaler._found_inf_per_device(optimizer).values())))
+        if not self._stepped:
+            self._num_known = 0
         return self._stepped
 
     def update(self) -> None:
         """Update the scale if an optimizer used it since the last call; call it once per batch."""
         if self.scaler is not None and self._is_used:
             self._is_used = False
+            self._num_known = max(self._num_known - 1, 0)
             self.scaler.update()
+
+    def known_scale(self, device: torch.device) -> float:
+        """Return the loss scale as a number; in full precision, 1. Read from the device only if it may have changed."""
+        if self.scaler is None:
+            return 1.0
+        if self._num_known == 0:
+            # The first call of `scale` creates the scale on the device.
+            self._scale = float(self.scaler.scale(torch.ones((), device=device)))
+            state = self.scaler.state_dict()
+            # It grows after so many updates without an overflow.
+            self._num_known = state["growth_interval"] - state["_growth_tracker"]
+        return self._scale
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scaler's state."""
@@ -114,6 +134,7 @@ class Precision:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict`."""
         if self.scaler is not None and state:
+            self._num_known = 0
             self.scaler.load_state_dict(dict(state))
 
     def __getstate__(self) -> dict[str, Any]:

@@ -156,6 +156,12 @@ class Reader:
         return batches
 
     @property
+    def has_drawn_ahead(self) -> bool:
+        """Whether the restored state contains batches that a sampler of the user has drawn for workers."""
+        workers = ((self._restored or {}).get("reader") or {}).get("workers") or {}
+        return bool(workers.get("pending"))
+
+    @property
     def reads_stream(self) -> bool:
         """Whether the state that the next pass continues is the position of a divided stream."""
         return self._restored is not None and self._restored.get("stream") is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -38,5 +38,6 @@ class LitDataStream(IndexedStream):
             shuffler(np.arange(interval[1], interval[2]), num_chunks, epoch, int(chunk))
             for chunk, interval in zip(chunks[0], intervals[0], strict=True)
         ]
-        order: Sequence[int] = np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)  # type: ignore[assignment]
-        return order
+        # An array is no `Sequence` to mypy, but is indexed like one.
+        order: Any = np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
+        return cast("Sequence[int]", order)

@@ -282,7 +282,7 @@ class _Stamped:
         """Pin the batch. Torch calls this method for objects of unknown classes."""
         from torch.utils.data._utils.pin_memory import pin_memory
 
-        return _Stamped(pin_memory(self.batch), self.role, self.reader)  # type: ignore[no-untyped-call]
+        return _Stamped(pin_memory(self.batch), self.role, self.reader)  # type: ignore[no-untyped-call]  # torch
 
 
 class _WorkerData(IterableDataset[Any]):

@@ -330,13 +330,13 @@ class Compiled(Capability):
             if buffers is None:
                 return step(batch)
             run, window = context.run, context.run.window
-            scaler = None if context.precision is None else context.precision.scaler
+            precision = context.precision
             buffers.set_numbers(
                 items=run.num_items,
                 expected=window.expected,
                 size=window.size,
                 opens=window.opens,
-                scale=None if scaler is None else float(scaler.scale(torch.ones((), device=context.device))),
+                scale=None if precision is None else precision.known_scale(context.device),
             )
             if not window.opens:
                 buffers.collect(trained_by(context.optimizers))

@@ -210,7 +210,7 @@ def _selective(keep: list[Any]) -> Contexts:
         is_stored = operator in keep and not _draws(operator, args, kwargs)
         return CheckpointPolicy.MUST_SAVE if is_stored else CheckpointPolicy.PREFER_RECOMPUTE
 
-    contexts: Contexts = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+    contexts: Contexts = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]  # torch
     return contexts
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dovetail.accelerators import can_pin
 from dovetail.distributed import Group, is_part, num_launched, part_of, whole
 from dovetail.errors import ConfigError
 from dovetail.trainers.capabilities.data_parallel import DataParallel
@@ -233,8 +234,8 @@ class ShardedDataParallel(DataParallel):
         numbers = {parameter for parameter in module.parameters() if parameter.ndim == 0}
         for number in numbers:
             number.data = number.data.to(device)
-        # Pinned memory is memory of an accelerator's driver.
-        pins = torch.accelerator.is_available()
+        # Pinned memory is memory of the driver of an accelerator, and some have none.
+        pins = can_pin(device.type)
         fully_shard(
             module,
             mesh=self._mesh,
