@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dovetail.distributed import DataGroup, Group, is_part, num_launched, part_of, whole
+from dovetail.distributed import DataGroup, Group, is_part, num_launched, own_part, part_of, whole
 from dovetail.errors import ConfigError
 from dovetail.trainers.capabilities.data_parallel import DataParallel
 from dovetail.trainers.capabilities.deferred import initialize, is_deferred
@@ -237,6 +237,8 @@ class ShardedDataParallel(DataParallel):
                 model.to(context.device)
             with torch.no_grad():
                 group.copy_first([*model.parameters(), *model.buffers()])
+            # One sum over both dimensions, for norms of gradients; otherwise torch makes two and warns.
+            mesh["shard", "tensor"]._flatten()
             self._replicas = parallelize(model, mesh["tensor"], self._parallelize)
             # `fully_shard` appends the dimension of the tensors.
             mesh = mesh[tuple(name for name in sizes if name != "tensor")]
@@ -401,7 +403,7 @@ class ShardedDataParallel(DataParallel):
                 continue
             if is_part(gradient):
                 # Torch has summed the parts and divided by the number of processes.
-                _scale(gradient, own * factor * group.size)
+                _scale(own_part(gradient), own * factor * group.size)
             else:
                 _scale(gradient, own * factor)
                 group.sum(gradient)
