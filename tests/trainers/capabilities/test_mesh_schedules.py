@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor._redistribute import _gen_transform_infos
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -40,7 +40,7 @@ MESHES: list[Mesh] = [
 ]
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
     """Records collective calls, with a description of the group that is the same in every process.
 
     Args:
@@ -49,7 +49,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, groups: dict[str, tuple[int, int]]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types for it
         self.calls: list[Call] = []
         self._groups = groups
 
@@ -70,7 +70,7 @@ class Recorder(TorchDispatchMode):
         elif func is torch.ops._c10d_functional.all_reduce.default:
             name = args[-1]
             if name not in self._groups:
-                self._groups[name] = described(_resolve_process_group(name))
+                self._groups[name] = described(distributed_c10d._resolve_process_group(name))  # type: ignore[attr-defined]  # exported, not to mypy
             self.calls.append((func.__name__, *self._groups[name], size))
             return args[0].clone()
         return func(*args, **(kwargs or {}))
@@ -127,7 +127,8 @@ def schedule(rank: int, mesh: Mesh, groups: dict[str, tuple[int, int]], *, clips
         sizes = dict(zip(("replicate", "shard", "tensor"), mesh, strict=True))
         layer = FSDPTrainer(trainer, mesh=sizes, parallelize={"up": "colwise", "down": "rowwise"})
         inputs = torch.randn(max(2 * mesh[0] * mesh[1] - 1, 2), 4)
-        with Recorder(groups) as recorder:
+        recorder = Recorder(groups)
+        with recorder:
             layer.fit((inputs, inputs[:, 0].gt(0).long()), max_length=Batches(2))
     finally:
         dist.destroy_process_group()
@@ -145,7 +146,7 @@ def chosen_ranks(mesh: Mesh) -> list[int]:
 
 @pytest.fixture(autouse=True)
 def no_decisions_for_other_meshes() -> None:
-    _clear_sharding_prop_cache()
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # torch has no types for it
     _gen_transform_infos.cache_clear()
 
 

@@ -391,9 +391,9 @@ class ShardedDataParallel(DataParallel):
         notes = self.context.run.batch
         samples, tokens = (0, 0) if self._is_idle() else (notes.num_samples, int(notes.num_tokens))
         numbers = float(self._own_items()), turn.samples + samples, turn.tokens + tokens
-        (total, samples, tokens), flags = group.sum_with_events(numbers, self._flags())
+        (total, all_samples, all_tokens), flags = group.sum_with_events(numbers, self._flags())
         if turn.extras is None:
-            turn.extras = [samples, *flags, 0, tokens]
+            turn.extras = [all_samples, *flags, 0, all_tokens]
         # The window has divided by the items of this process only.
         own = float(window.items / window.expected) if window.size > 1 else 1.0
         factor = (self._unit or 1.0) / (total or 1.0)

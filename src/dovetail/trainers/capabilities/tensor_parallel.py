@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 Parallelize = Callable[[nn.Module, Any], nn.Module | None] | Mapping[str, Any] | str | None
 
 
+# The attribute of a module with the names of its replicated parameters.
+_REPLICAS = "_replicated_parameters"
+
+
 def check_plan(plan: Any) -> Parallelize:
     """Return the option `parallelize`; raise if it has a wrong type."""
     if plan is None or plan == "auto" or callable(plan):
@@ -62,7 +66,10 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Parallelize) -> list[t
         _apply(model, mesh, _plan_of_model(model, mesh.size()) if isinstance(plan, str) or plan is None else plan)
     _tie_again(owners)
     _check_divided(model, mesh)
-    return _replicate_others(model, mesh)
+    replicas = _replicate_others(model, mesh)
+    for module, name in replicas:
+        vars(module).setdefault(_REPLICAS, []).append(name)
+    return replicas
 
 
 class LocalWeights:
@@ -103,6 +110,23 @@ class LocalWeights:
         return tree_map_only(Tensor, _without_view, outputs)
 
 
+def local_forward(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward function that also works outside of a call of the block, as when it is computed again."""
+    places = [(module, name) for module in block.modules() for name in vars(module).get(_REPLICAS, ())]
+    if not places:
+        return forward
+
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        weights = LocalWeights(places)
+        weights._before(block, args)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            weights._after(block, args, None)
+
+    return compute
+
+
 class _Same(torch.autograd.Function):
     """The same values as a tensor that is not a view."""
 
@@ -111,12 +135,12 @@ class _Same(torch.autograd.Function):
         return values.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]  # torch's signature is general
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient
 
 
 def _without_view(values: Tensor) -> Tensor:
-    return _Same.apply(values) if values._is_view() and values.requires_grad else values  # type: ignore[no-untyped-call,no-any-return]
+    return _Same.apply(values) if values._is_view() and values.requires_grad else values  # type: ignore[no-untyped-call]  # torch has no types for it
 
 
 # ------------------------------------------------------------------ plans
@@ -150,16 +174,15 @@ def _style(pattern: str, style: Any) -> Any:
 
     if isinstance(style, ParallelStyle):
         return style
-    gathered = {"output_layouts": Replicate()}
-    divided = {"input_layouts": Replicate()}
+    whole = Replicate()
     known: dict[str, Callable[[], ParallelStyle]] = {
         "colwise": ColwiseParallel,
-        "colwise_rep": lambda: ColwiseParallel(**gathered),
-        "colwise_gather_output": lambda: ColwiseParallel(**gathered),
+        "colwise_rep": lambda: ColwiseParallel(output_layouts=whole),
+        "colwise_gather_output": lambda: ColwiseParallel(output_layouts=whole),
         "rowwise": RowwiseParallel,
-        "rowwise_rep": lambda: RowwiseParallel(**divided),
-        "rowwise_split_input": lambda: RowwiseParallel(**divided),
-        "embedding_rowwise": lambda: RowwiseParallel(**divided),
+        "rowwise_rep": lambda: RowwiseParallel(input_layouts=whole),
+        "rowwise_split_input": lambda: RowwiseParallel(input_layouts=whole),
+        "embedding_rowwise": lambda: RowwiseParallel(input_layouts=whole),
         "replicated_with_grad_allreduce": _partial_gradients,
     }
     if not isinstance(style, str) or style not in known:
@@ -259,7 +282,7 @@ def _replicate_others(model: nn.Module, mesh: DeviceMesh) -> list[tuple[nn.Modul
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     replicas: dict[int, nn.Parameter] = {}
-    # The old parameters, so that no new one has the id of one that is gone.
+    # A list, so that no old parameter is freed and its id used again.
     found = [place for place in _places(model) if not is_part(place[2]) and place[2].ndim]
     for module, name, parameter in found:
         if id(parameter) not in replicas:
