@@ -76,8 +76,7 @@ def whole(tensor: Tensor) -> Tensor:
     if not is_part(tensor):
         return tensor
     parts: Any = tensor
-    # Join one dimension of the mesh after the other, from the last to the first: torch would do the same, and warn.
-    for dimension in _divided_dimensions(parts)[:0:-1]:
+    for dimension in _joining_order(parts)[:-1]:
         parts = parts.redistribute(placements=_joined(parts, dimension))
     joined: Tensor = parts.full_tensor()
     return joined
@@ -100,9 +99,15 @@ def part_of(tensor: Tensor, like: Any) -> Tensor:
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
-def _divided_dimensions(parts: Any) -> list[int]:
-    """Return the dimensions of the mesh over which a tensor is divided."""
-    return [number for number, placement in enumerate(parts.placements) if not placement.is_replicate()]
+def _joining_order(parts: Any) -> list[int]:
+    """Return the dimensions of the mesh over which a tensor is divided, the one that divided it last first.
+
+    Each is joined by its own message: torch 2.13 joins two dimensions in one message if it can, and then returns rows
+    in a wrong order if the parts have different sizes.
+    """
+    divided = [number for number, placement in enumerate(parts.placements) if not placement.is_replicate()]
+    # `fully_shard` divides the parts of a tensor-parallel plan, but its dimension is the first one, with strides.
+    return sorted(divided, key=lambda it: (getattr(parts.placements[it], "split_factor", 1) == 1, -it))
 
 
 def _joined(parts: Any, dimension: int) -> list[Any]:
