@@ -125,7 +125,6 @@ class Group:
     Attributes:
         rank: The number of this process, from 0.
         size: The number of processes.
-        everyone: The group of all processes of the run: this group, unless it is a `DataGroup`.
         counts: True if the numbers of this process are part of sums.
     """
 
@@ -138,6 +137,7 @@ class Group:
 
     @property
     def everyone(self) -> Group:
+        """The group of all processes of the run: this group, unless it is a `DataGroup`."""
         return self
 
     @classmethod
@@ -305,6 +305,7 @@ class DataGroup(Group):
 
     @property
     def everyone(self) -> Group:
+        """The group of all processes of the run."""
         return self._everyone
 
     def sum(self, *tensors: Tensor) -> None:
