@@ -9,7 +9,7 @@ import struct
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from importlib import import_module
@@ -30,6 +30,7 @@ from dovetail.errors import DovetailError
 from dovetail.runtime.liveness import Watch, neighbour, own_address
 
 __all__ = [
+    "DataGroup",
     "Group",
     "PeerError",
     "StoppedPeerError",
@@ -87,17 +88,48 @@ def own_part(tensor: Tensor) -> Tensor:
 
 def whole(tensor: Tensor) -> Tensor:
     """Return the whole tensor. A collective call: every process that holds a part must make it."""
+    if not is_part(tensor):
+        return tensor
     parts: Any = tensor
-    return parts.full_tensor() if is_part(tensor) else tensor
+    for dimension in _joining_order(parts)[:-1]:
+        parts = parts.redistribute(placements=_joined(parts, dimension))
+    joined: Tensor = parts.full_tensor()
+    return joined
 
 
 def part_of(tensor: Tensor, like: Any) -> Tensor:
-    """Return a whole tensor sharded like another tensor; unchanged if the other one is not sharded."""
-    if not is_part(like) or is_part(tensor):
+    """Return a tensor sharded like another tensor; unchanged if the other one is not sharded.
+
+    A collective call if the tensor is sharded in another way.
+    """
+    if not is_part(like):
         return tensor
+    if is_part(tensor):
+        parts: Any = tensor
+        if parts.device_mesh == like.device_mesh and parts.placements == like.placements:
+            return tensor
+        tensor = whole(tensor).detach()
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _joining_order(parts: Any) -> list[int]:
+    """Return the dimensions of the mesh over which a tensor is divided, the one that divided it last first.
+
+    Each is joined by its own message: torch 2.13 joins two dimensions in one message if it can, and then returns rows
+    in a wrong order if the parts have different sizes.
+    """
+    divided = [number for number, placement in enumerate(parts.placements) if not placement.is_replicate()]
+    # `fully_shard` divides the parts of a tensor-parallel plan, but its dimension is the first one, with strides.
+    return sorted(divided, key=lambda it: (getattr(parts.placements[it], "split_factor", 1) == 1, -it))
+
+
+def _joined(parts: Any, dimension: int) -> list[Any]:
+    """Return the placements of a tensor that is no longer divided over one dimension of its mesh."""
+    from torch.distributed.tensor import Replicate
+
+    return [Replicate() if number == dimension else it for number, it in enumerate(parts.placements)]
 
 
 class Group:
@@ -108,12 +140,20 @@ class Group:
     Attributes:
         rank: The number of this process, from 0.
         size: The number of processes.
+        counts: True if the numbers of this process are part of sums.
     """
 
+    counts: bool = True
+
     def __init__(self, store: Any) -> None:
-        self.rank = dist.get_rank()
-        self.size = dist.get_world_size()
+        self.rank = self._place = dist.get_rank()
+        self.size = self._total = dist.get_world_size()
         self._store = store
+
+    @property
+    def everyone(self) -> Group:
+        """The group of all processes of the run: this group, unless it is a `DataGroup`."""
+        return self
 
     @classmethod
     def join(cls, device: torch.device, place: tuple[str, int, int] | None = None) -> Group:
@@ -159,6 +199,14 @@ class Group:
         except RuntimeError as error:
             raise self.lost() from error
 
+    def sum_with_events(self, numbers: Sequence[float], events: Sequence[float]) -> tuple[list[float], list[float]]:
+        """Return sums of numbers, and sums of events, in which every process of the run counts."""
+        own = numbers if self.counts else [0.0] * len(numbers)
+        sums = torch.tensor([*own, *events], dtype=torch.float64)
+        self.everyone.sum(sums)
+        found = sums.tolist()
+        return found[: len(numbers)], found[len(numbers) :]
+
     def copy_first(self, tensors: Iterable[Tensor]) -> None:
         """Replace tensors by the tensors of the first process."""
         for tensor in tensors:
@@ -178,7 +226,7 @@ class Group:
     def _gathered(self, own: bytes, size: int) -> list[bytes]:
         # `all_gather` needs tensors of equal size.
         padded = torch.frombuffer(bytearray(own.ljust(size, b"\0")), dtype=torch.uint8)
-        received = [torch.empty_like(padded) for _ in range(self.size)]
+        received = [torch.empty_like(padded) for _ in range(self._total)]
         self._together(lambda: dist.all_gather(received, padded))
         return [each.numpy().tobytes() for each in received]
 
@@ -208,7 +256,7 @@ class Group:
         if self._store is not None:
             # The store may have ended with the first process.
             with suppress(Exception):
-                keys = [f"late/{rank}" for rank in range(self.size)]
+                keys = [f"late/{rank}" for rank in range(self._total)]
                 stopped = [self._store.get(key).decode() for key in keys if self._store.check([key])]
         return StoppedPeerError(stopped[0]) if stopped else PeerError(description)
 
@@ -216,7 +264,7 @@ class Group:
         """Send the error with which this process exits to the other processes, if they can be reached."""
         if self._store is not None:
             with suppress(Exception):
-                self._store.set(f"failed/{self.rank}", f"{type(error).__name__}: {error}"[:500])
+                self._store.set(f"failed/{self._place}", f"{type(error).__name__}: {error}"[:500])
 
     def leave(self) -> None:
         """Close the connections, so that no process waits for this one."""
@@ -230,16 +278,16 @@ class Group:
 
     def _describe_lost_peers(self) -> str:
         """Return a sentence about the processes that failed or do not respond."""
-        store, others = self._store, [rank for rank in range(self.size) if rank != self.rank]
+        store, others = self._store, [rank for rank in range(self._total) if rank != self._place]
         if store is None:
-            return f"rank {self.rank} lost the connection to the other processes of the run"
+            return f"rank {self._place} lost the connection to the other processes of the run"
         deadline = time.monotonic() + _PATIENCE
         gone: list[int] = []
         late: list[int] = []
         failed: list[str] = []
         try:
             # Every process that is alive writes this key after a failure; one that does not is gone.
-            store.set(f"here/{self.rank}", "")
+            store.set(f"here/{self._place}", "")
             for rank in others:
                 if _answers(store, rank, deadline):
                     if store.check([f"failed/{rank}"]):
@@ -247,8 +295,8 @@ class Group:
                 else:
                     pid = _pid(store, rank)
                     (gone if pid is None or not _runs(pid) else late).append(rank)
-            store.set(f"asked/{self.rank}", "")
-            if self.rank == 0:
+            store.set(f"asked/{self._place}", "")
+            if self._place == 0:
                 # The store may be a thread of this process: stay until the other processes have made their checks, too.
                 silent = {*gone, *late}
                 for rank in (rank for rank in others if rank not in silent and not store.check([f"failed/{rank}"])):
@@ -262,7 +310,43 @@ class Group:
             return " and ".join(f"rank {rank}" for rank in gone) + (" is" if len(gone) == 1 else " are") + " gone"
         if late:
             return " and ".join(f"rank {rank}" for rank in late) + " did not take part in time, and still runs"
-        return f"rank {self.rank} lost the connection to the other processes of the run"
+        return f"rank {self._place} lost the connection to the other processes of the run"
+
+
+class DataGroup(Group):
+    """The processes of a run, seen as the groups of processes that compute the same batches.
+
+    Consecutive processes compute the same batches together, each with a part of the tensors (tensor parallel). A rank
+    and the size of this group count such groups, so batches are divided by them. Messages and sums have the numbers of
+    the first process of each group. All processes of the run receive the same results, so that they take the same
+    decisions.
+
+    Args:
+        everyone: The group of all processes.
+        num_alike: The number of consecutive processes that compute the same batches.
+    """
+
+    def __init__(self, everyone: Group, num_alike: int) -> None:
+        super().__init__(everyone._store)
+        self._everyone = everyone
+        self._num_alike = num_alike
+        self.rank, coordinate = divmod(everyone.rank, num_alike)
+        self.size = everyone.size // num_alike
+        self.counts = coordinate == 0
+
+    @property
+    def everyone(self) -> Group:
+        """The group of all processes of the run."""
+        return self._everyone
+
+    def sum(self, *tensors: Tensor) -> None:
+        if not self.counts:
+            for tensor in tensors:
+                tensor.zero_()
+        super().sum(*tensors)
+
+    def exchange(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return self._everyone.exchange(message)[:: self._num_alike]
 
 
 # The store of the group that was joined last, and its watch. Global, because torch's process group is global, too.

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
 from dovetail import Epochs
+from dovetail.distributed import whole
 from dovetail.huggingface import GenerateSamples, save_pretrained
 from dovetail.trainers import DDPTrainer, FSDPTrainer, Trainer
 
@@ -79,6 +80,31 @@ def trained(folder: Path, layer: Any, accumulation_steps: int) -> dict[str, Any]
     }
 
 
+def tensor_parallel(folder: Path) -> dict[str, Any]:
+    """Train a model by its own plan: divided attention, norms of divided heads, and tied embeddings."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 4}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    ids: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    kind: Any = Qwen3ForCausalLM
+    made = kind(Qwen3Config(vocab_size=30, tie_word_embeddings=True, **sizes, **heads, **ids)).double()
+    made.loss_function = exact_loss
+    before = [parameter.detach().clone() for parameter in made.parameters()]
+    settings: dict[str, Any] = {"learning_rate": 0.3, "gradient_clip": 0.5, "accumulation_steps": 2}
+    trainer = Trainer(made, "cpu", optim_function="SGD", verbose=False, **settings)
+    outer: Any = FSDPTrainer(trainer, mesh={"tensor": 2}) if WORLD > 1 else trainer
+    batches = [tokens(lengths) for lengths in LENGTHS]
+    history = outer.fit(batches, batches[:5], max_length=Epochs(1))
+    save_pretrained(outer, folder)
+    after = [whole(parameter.detach()) for parameter in made.parameters()]
+    return {
+        "metrics": [history.get_latest_metric(name) for name in ("train_loss", "valid_loss", "train_tokens")],
+        "weights": [value for parameter in after for value in parameter.flatten().tolist()],
+        "change": min(float((new - old).abs().max()) for new, old in zip(after, before, strict=True)),
+        "is_divided": [bool(it.to_local().shape != it.shape) for it in made.parameters()] if WORLD > 1 else [],
+    }
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     # A group that waits for itself reports its place.
@@ -89,6 +115,7 @@ if __name__ == "__main__":
         for layer in (DDPTrainer, FSDPTrainer)
         for steps in (1, 2)
     }
+    results["tensor parallel"] = tensor_parallel(target / "tensor parallel")
     (target / f"{RANK}.json").write_text(json.dumps(results), encoding="utf-8")
     # Torch's threads sometimes abort a process of a group at its very end, when all is done.
     os._exit(0)

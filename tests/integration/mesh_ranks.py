@@ -15,40 +15,62 @@ import torch
 from torch import Tensor, nn
 
 from dovetail import Batches, Epochs
-from dovetail.callbacks import EMA
+from dovetail.callbacks import EMA, Callback
+from dovetail.distributed import whole
 from dovetail.errors import ConfigError
-from dovetail.trainers import FSDPTrainer, Trainer
+from dovetail.trainers import ActivationCheckpointTrainer, FSDPTrainer, Trainer, TrainingContext
 
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+RANK = int(os.environ.get("RANK", "0"))
+TORTURE = os.environ.get("DOVETAIL_TORTURE") == "1"
 GLOBAL_BATCH = 12
-MESHES = [{"replicate": copies, "shard": WORLD // copies} for copies in range(1, WORLD + 1) if WORLD % copies == 0]
+Mesh = tuple[int, int, int]
+MESHES: list[Mesh] = [
+    (copies, parts, WORLD // copies // parts)
+    for copies in range(1, WORLD + 1)
+    for parts in range(1, WORLD + 1)
+    if WORLD % (copies * parts) == 0
+]
+PLAN = {"up": "colwise", "down": "rowwise"}
 SETTINGS: dict[str, Any] = {
-    "optim_function": "AdamW",
+    # For each operation of an optimizer on each mesh, torch plans for tens of milliseconds; AdamW has many.
+    "optim_function": "AdamW" if TORTURE else "SGD",
+    "momentum": 0.9,
     "learning_rate": 0.05,
     "seed": 3,
     "drop_last": False,
     "verbose": False,
-    "batch_size": GLOBAL_BATCH // WORLD,
     "accumulation_steps": 2,
     "gradient_clip": 0.5,
 }
 
 
 class Net(nn.Module):
-    """Blocks of several sizes, a parameter of the model itself, and one that is a single number."""
+    """Blocks of several sizes, a pair that a plan divides, a parameter of the model itself, and a single number."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0, norm: bool = False) -> None:
         super().__init__()
         torch.manual_seed(7)
-        self.body = nn.Sequential(nn.Linear(5, 7), nn.Tanh())
+        self.body = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7) if norm else nn.Tanh(), nn.Dropout(dropout))
+        self.up = nn.Linear(7, 12)
+        self.down = nn.Linear(12, 7)
         self.head = nn.Linear(7, 2)
         self.shift = nn.Parameter(torch.zeros(2))
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.double()
 
     def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.head(self.body(inputs)) * self.scale + self.shift
+        hidden: Tensor = self.down(torch.tanh(self.up(self.body(inputs))))
+        outputs: Tensor = self.head(torch.tanh(hidden)) * self.scale + self.shift
         return outputs
+
+
+class StopInLastProcess(Callback):
+    """Requests a stop in one process only."""
+
+    def on_update(self, context: TrainingContext) -> None:
+        if context.progress.updates == 2 and RANK == WORLD - 1:
+            context.stop("enough")
 
 
 def data(size: int) -> tuple[Tensor, Tensor]:
@@ -57,19 +79,20 @@ def data(size: int) -> tuple[Tensor, Tensor]:
     return inputs, (inputs.sum(dim=1) > 0).long()
 
 
-def whole(tensor: Tensor) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
-
-
 def weights(module: nn.Module) -> list[float]:
-    return torch.cat([whole(parameter).flatten() for parameter in module.parameters()]).tolist()
+    values = (*module.parameters(), *(it.double() for it in module.buffers()))
+    return torch.cat([whole(value.detach()).flatten() for value in values]).tolist()
 
 
-def make(mesh: dict[str, int] | None, **settings: Any) -> Any:
-    trainer = Trainer(Net(), "cpu", **{**SETTINGS, **settings})
-    return trainer if mesh is None else FSDPTrainer(trainer, mesh=mesh)
+def make(mesh: Mesh | None, model: nn.Module | None = None, **settings: Any) -> Any:
+    layer = {"sync_batchnorm": settings.pop("sync_batchnorm", False)}
+    num_shares = 1 if mesh is None else mesh[0] * mesh[1]
+    settings = {**SETTINGS, "batch_size": GLOBAL_BATCH // num_shares, **settings}
+    trainer = Trainer(model or Net(), "cpu", **settings)
+    if mesh is None:
+        return trainer
+    sizes = dict(zip(("replicate", "shard", "tensor"), mesh, strict=True))
+    return FSDPTrainer(trainer, mesh=sizes, parallelize=PLAN, **layer)
 
 
 def result(trainer: Any) -> Any:
@@ -81,26 +104,71 @@ def result(trainer: Any) -> Any:
     }
 
 
-def trained(mesh: dict[str, int] | None) -> Any:
-    average = EMA(decay=0.9)
-    trainer = make(mesh, callbacks=[average])
-    trainer.fit(data(53), data(17), max_length=Epochs(2))
-    # Which parts of the first matrix the processes hold.
-    matrix = trainer.model.body[0].weight
-    return {**result(trainer), "rows": len(getattr(matrix, "_local_tensor", matrix))}
+def trained(mesh: Mesh | None) -> Any:
+    trainer = make(mesh, callbacks=[EMA(decay=0.9)])
+    trainer.fit(data(53), data(17), max_length=Epochs(1))
+    predicted = trainer.predict(data(17)[0]).flatten().tolist()
+    # Which parts of two matrices the processes hold.
+    shapes = [
+        tuple(getattr(it, "_local_tensor", it).shape) for it in (trainer.model.body[0].weight, trainer.model.up.weight)
+    ]
+    return {**result(trainer), "predicted": predicted, "shapes": shapes}
 
 
-def saved(mesh: dict[str, int], folder: Path) -> None:
-    """Write a checkpoint in the middle of an epoch, and one at its end for another number of processes."""
-    name = f"{mesh['replicate']}x{mesh['shard']}"
-    make(mesh, checkpoint_dir=folder / f"saved-{name}").fit(data(53), data(17), max_length=Batches(2))
-    make(mesh, checkpoint_dir=folder / f"epoch-{name}").fit(data(53), data(17), max_length=Epochs(1))
-
-
-def resumed(mesh: dict[str, int] | None, folder: Path) -> Any:
-    trainer = make(mesh)
-    trainer.fit(data(53), data(17), max_length=Epochs(2), resume=folder)
+def noisy(mesh: Mesh | None) -> Any:
+    trainer = make(mesh, Net(dropout=0.3))
+    if mesh is not None:
+        trainer = ActivationCheckpointTrainer(trainer, blocks=["body", "up", "head"])
+    trainer.fit(data(53), data(17), max_length=Epochs(1))
     return result(trainer)
+
+
+def normed(mesh: Mesh | None) -> Any:
+    trainer = make(mesh, Net(norm=True), **({} if mesh is None else {"sync_batchnorm": True}))
+    trainer.fit(data(53), data(17), max_length=Epochs(1))
+    return result(trainer)
+
+
+def stopped(mesh: Mesh) -> Any:
+    trainer = make(mesh, callbacks=[StopInLastProcess()])
+    trainer.fit(data(53), max_length=Epochs(2))
+    return trainer.context.progress.state_dict()
+
+
+def named(mesh: Mesh) -> str:
+    return "x".join(map(str, mesh))
+
+
+def saved(mesh: Mesh, folder: Path) -> None:
+    """Write checkpoints in the middle of an epoch and at its end."""
+    place = folder / f"{mesh[0] * mesh[1]}-{named(mesh)}"
+    trainer = make(mesh, checkpoint_dir=place)
+    trainer.fit(data(53), data(17), max_length=Epochs(1), checkpoint_period=Batches(2))
+
+
+def resumed(mesh: Mesh | None, checkpoint: Path) -> Any:
+    trainer = make(mesh)
+    trainer.fit(data(53), data(17), max_length=Epochs(2), resume=checkpoint)
+    return result(trainer)
+
+
+def all_resumed(folder: Path) -> dict[str, Any]:
+    """Continue the checkpoints of four processes: each on one other mesh, or in torture all on all.
+
+    In the middle of an epoch, only processes with batches of the same size make the same updates.
+    """
+    found: dict[str, Any] = {}
+    meshes: list[Mesh | None] = [*MESHES] if WORLD > 1 else [None]
+    for number, place in enumerate(sorted(folder.iterdir())):
+        num_shares = int(place.name.split("-")[0])
+        fitting = [it for it in meshes if (1 if it is None else it[0] * it[1]) == num_shares]
+        checkpoints = sorted(place.glob("ck_epoch_*"), key=lambda path: path.stat().st_mtime)
+        for kind, checkpoint, able in (("middle", checkpoints[0], fitting), ("end", checkpoints[-1], meshes)):
+            if not TORTURE and WORLD in (2, 3) and kind == "end":
+                continue
+            for mesh in able if TORTURE else [able[(number + 2) % len(able)]] if able else []:
+                found[f"{kind} of {place.name} on {mesh}"] = resumed(mesh, checkpoint)
+    return found
 
 
 def uninterrupted() -> Any:
@@ -111,33 +179,32 @@ def uninterrupted() -> Any:
 
 def rejected() -> str:
     try:
-        make({"replicate": 3, "shard": 5}).fit(data(53), max_length=Epochs(1))
+        make((3, 2, 1)).fit(data(53), max_length=Epochs(1))
     except ConfigError as error:
         return str(error)
     return "accepted"
 
 
-def newest(folder: Path) -> Path:
-    return max(folder.glob("ck_epoch_*"), key=lambda path: path.stat().st_mtime)
-
-
 def run(folder: Path) -> dict[str, Any]:
+    saved_by_four = folder.parent / "saved"
     if WORLD == 1:
-        places = sorted(folder.parent.glob("4/epoch-*"))
         return {
             "trained": trained(None),
+            "noisy": noisy(None),
+            "normed": normed(None),
             "uninterrupted": uninterrupted(),
-            "resumed": {place.name: resumed(None, newest(place)) for place in places},
+            "resumed": all_resumed(saved_by_four),
         }
-    found: dict[str, Any] = {"trained": {str(list(mesh.values())): trained(mesh) for mesh in MESHES}}
-    for mesh in MESHES:
-        saved(mesh, folder)
-    found["resumed"] = {
-        f"{place.name} on {mesh['replicate']}x{mesh['shard']}": resumed(mesh, newest(place))
-        for place in sorted(folder.glob("saved-*"))
-        for mesh in MESHES
-    }
-    return {**found, "rejected": rejected()}
+    found: dict[str, Any] = {"trained": {named(mesh): trained(mesh) for mesh in MESHES}}
+    found["noisy"] = noisy((1, 1, WORLD))
+    if WORLD == 4:
+        found["normed"] = normed((1, 2, 2))
+        found["stopped"] = stopped((1, 2, 2))
+        found["rejected"] = rejected()
+        for mesh in MESHES:
+            saved(mesh, saved_by_four)
+    found["resumed"] = all_resumed(saved_by_four)
+    return found
 
 
 if __name__ == "__main__":

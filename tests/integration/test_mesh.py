@@ -1,4 +1,4 @@
-"""Meshes of copies and parts of a model against one process: a real gloo group of four processes."""
+"""Meshes of copies, parts and tensor-parallel parts of a model against one process: real gloo groups."""
 
 from __future__ import annotations
 
@@ -6,22 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
-
-from dovetail.errors import ConfigError
-from dovetail.trainers import FSDPTrainer, Trainer
-from dovetail.trainers.capabilities.sharded import mesh_sizes
 
 SCRIPT = Path(__file__).with_name("mesh_ranks.py")
 Results = dict[int, list[dict[str, Any]]]
-MESHES = ["[1, 4]", "[2, 2]", "[4, 1]"]
+MESHES = {
+    2: ["1x1x2", "1x2x1", "2x1x1"],
+    3: ["1x1x3", "1x3x1", "3x1x1"],
+    4: ["1x1x4", "1x2x2", "1x4x1", "2x1x2", "2x2x1", "4x1x1"],
+}
 
 
 @pytest.fixture(scope="session")
 def results(run_group: Any, tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("mesh")
-    # In this order: one process continues the runs of four.
-    return {size: run_group(SCRIPT, size, folder / str(size)) for size in (4, 1)}
+    # In this order: fewer processes continue the runs of four.
+    return {size: run_group(SCRIPT, size, folder / str(size)) for size in (4, 2, 3, 1)}
 
 
 def check_equal(found: Any, expected: Any) -> None:
@@ -31,57 +30,64 @@ def check_equal(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES)
-def test_every_mesh_trains_as_one_process(results: Results, mesh: str) -> None:
-    for each in results[4]:
-        check_equal(each["trained"][mesh], results[1][0]["trained"])
+@pytest.mark.parametrize("size", MESHES)
+def test_every_mesh_trains_and_predicts_as_one_process(results: Results, size: int) -> None:
+    expected = results[1][0]["trained"]
+    for each in results[size]:
+        assert sorted(each["trained"]) == MESHES[size]
+        for found in each["trained"].values():
+            check_equal(found, expected)
+            assert found["predicted"] == pytest.approx(expected["predicted"], rel=0, abs=1e-10)
 
 
 @pytest.mark.slow
 def test_a_process_holds_one_part_of_one_copy(results: Results) -> None:
-    # Seven rows: in four parts, in two, and whole.
-    rows = {mesh: [each["trained"][mesh]["rows"] for each in results[4]] for mesh in MESHES}
-    assert rows == {"[1, 4]": [2, 2, 2, 1], "[2, 2]": [4, 3, 4, 3], "[4, 1]": [7, 7, 7, 7]}
+    # A matrix of 7 rows, and one of 12 rows that the plan divides.
+    shapes = {mesh: [each["trained"][mesh]["shapes"] for each in results[4]] for mesh in MESHES[4]}
+    rows = {mesh: [[shape[0] for shape in each] for each in found] for mesh, found in shapes.items()}
+    assert rows == {
+        "1x4x1": [[2, 3], [2, 3], [2, 3], [1, 3]],
+        "2x2x1": [[4, 6], [3, 6], [4, 6], [3, 6]],
+        "4x1x1": [[7, 12]] * 4,
+        "1x1x4": [[7, 3]] * 4,
+        "1x2x2": [[4, 3], [4, 3], [3, 3], [3, 3]],
+        "2x1x2": [[7, 6]] * 4,
+    }
 
 
 @pytest.mark.slow
-def test_every_mesh_resumes_the_checkpoints_of_every_other(results: Results) -> None:
+@pytest.mark.parametrize("size", MESHES)
+def test_dropout_of_a_tensor_parallel_model_is_that_of_one_process(results: Results, size: int) -> None:
+    for each in results[size]:
+        check_equal(each["noisy"], results[1][0]["noisy"])
+
+
+@pytest.mark.slow
+def test_batch_norm_counts_every_sample_once(results: Results) -> None:
     for each in results[4]:
-        assert len(each["resumed"]) == 9
+        check_equal(each["normed"], results[1][0]["normed"])
+
+
+@pytest.mark.slow
+def test_a_stop_request_of_any_process_stops_all_of_them(results: Results) -> None:
+    # The request of one process after update 2 travels with the next update.
+    assert [each["stopped"]["updates"] for each in results[4]] == [3] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [4, 3, 2, 1])
+def test_meshes_resume_the_checkpoints_of_other_meshes(results: Results, size: int) -> None:
+    # Six checkpoints of the end of an epoch, and those of its middle that have batches of a fitting size.
+    least = {4: 6 + 6, 3: 1, 2: 3, 1: 6 + 1}[size]
+    for each in results[size]:
+        assert len(each["resumed"]) >= least
         for found in each["resumed"].values():
             check_equal(found, results[1][0]["uninterrupted"])
 
 
 @pytest.mark.slow
-def test_one_process_resumes_the_checkpoint_of_every_mesh(results: Results) -> None:
-    resumed = results[1][0]["resumed"]
-    assert sorted(resumed) == ["epoch-1x4", "epoch-2x2", "epoch-4x1"]
-    for found in resumed.values():
-        check_equal(found, results[1][0]["uninterrupted"])
-
-
-@pytest.mark.slow
 def test_a_mesh_of_another_number_of_processes_is_rejected(results: Results) -> None:
     for each in results[4]:
-        assert each["rejected"].startswith("mesh: {'replicate': 3, 'shard': 5} does not divide 4 processes; the sizes")
-
-
-@pytest.mark.parametrize(
-    ("mesh", "size", "expected"),
-    [
-        (None, 6, {"shard": 6}),
-        ({"replicate": 2, "shard": 3}, 6, {"replicate": 2, "shard": 3}),
-        ({"replicate": 2, "shard": -1}, 6, {"replicate": 2, "shard": 3}),
-        ({"replicate": 1, "shard": -1}, 6, {"shard": 6}),
-    ],
-)
-def test_a_size_of_minus_one_is_the_rest_of_the_processes(mesh: Any, size: int, expected: dict[str, int]) -> None:
-    assert mesh_sizes(mesh, size) == expected
-
-
-@pytest.mark.parametrize(
-    "mesh", [{}, {"rows": 2}, {"shard": 0}, {"shard": 1.5}, {"replicate": -1, "shard": -1}, [2, 2]]
-)
-def test_a_mesh_that_is_not_two_counts_is_rejected(mesh: Any) -> None:
-    with pytest.raises(ConfigError, match="mesh: expected the sizes of 'replicate' and 'shard', such as"):
-        FSDPTrainer(Trainer(nn.Linear(2, 2), "cpu"), mesh=mesh)
+        assert each["rejected"].startswith(
+            "mesh: {'replicate': 3, 'shard': 2, 'tensor': 1} does not divide 4 processes"
+        )

@@ -410,7 +410,10 @@ class FSDPTrainer(ShardedDataParallel, TrainerDecorator):
             None for every direct child of the model.
         reshard_after_forward: True to free the gathered parameters between forward and backward, too.
         sync_batchnorm: True to normalise by the batches of all processes in `nn.BatchNorm`.
-        mesh: The number of copies of the model, and the number of parts of each: `{"replicate": 2, "shard": 4}`.
+        mesh: The number of copies of the model, of parts of each, and of processes that compute one part together:
+            `{"replicate": 2, "shard": 2, "tensor": 2}`.
+        parallelize: How tensors are divided among the processes of `tensor`: styles by patterns of module names, a
+            function of the model and its `DeviceMesh`, or None for the plan that a Hugging Face model has.
         cpu_offload: True to keep shards, gradients and the optimizer's state in the memory of the host.
 
     Example:

@@ -29,6 +29,15 @@ class Measured(Protocol):
         """Seconds and calls by verb; empty before the first run."""
 
 
+@runtime_checkable
+class Placed(Protocol):
+    """A layer that arranges processes in a mesh, such as `ShardedDataParallel`."""
+
+    @property
+    def shown_mesh(self) -> str:
+        """The sizes of the mesh by name, as text; empty if the user chose no mesh."""
+
+
 class Explanation(str):
     """A tree as text, which a prompt or a notebook shows with its line breaks."""
 
@@ -67,6 +76,8 @@ def explain(trainer: Trainer) -> Explanation:
     nodes: list[_Node] = [
         ("layers, the outermost first", _shown_layers(trainer)),
     ]
+    if mesh := next((layer.shown_mesh for layer in layers(trainer) if isinstance(layer, Placed)), ""):
+        nodes.append(f"mesh: {mesh}")
     forecast = forecast_epoch(trainer)
     nodes.append((_shown_model(context), () if context.model is None else [_shown_memory(context.model, forecast)]))
     answers = _answers(trainer)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dovetail.data import Share
-from dovetail.distributed import Group, PeerError, is_launched
+from dovetail.distributed import Group, PeerError, is_launched, own_part
 from dovetail.errors import ConfigError
 from dovetail.runtime.seeds import derive_seed
 from dovetail.trainers.base import Launcher
@@ -83,6 +83,11 @@ class DataParallel(Capability):
         sync_batchnorm: bool = False,
         **kwargs: Any,
     ) -> None:
+        for name in sorted({"mesh", "parallelize"} & kwargs.keys()):
+            raise ConfigError(
+                f"{name}: {type(self).__name__} copies the whole model into every process; FSDPTrainer divides it, "
+                'with mesh={"replicate": 2, "shard": 1, "tensor": 2} for copies of a tensor-parallel model'
+            )
         for name, value, least in (("num_processes", num_processes, 1), ("max_restarts", max_restarts, 0)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise ConfigError(f"{name}: expected a whole number that is at least {least}, got {value!r}")
@@ -125,9 +130,10 @@ class DataParallel(Capability):
             context.device = self._devices[number] if self._devices else torch.device(context.device.type, number)
             check_device(context.device)
             torch.accelerator.set_device_index(context.device)
-        group = self._group = Group.join(context.device)
+        group = self._group = self._data_group(Group.join(context.device))
+        everyone = group.everyone
         context.process.share = replace(context.process.share, num_replicas=group.size, rank=group.rank)
-        context.process.is_main, context.process.has_peers = group.rank == 0, group.size > 1
+        context.process.is_main, context.process.has_peers = everyone.rank == 0, everyone.size > 1
         context.callbacks.mute(is_main=context.process.is_main)
         is_fresh = context.progress.batches == 0
         self._divide(group)
@@ -213,9 +219,7 @@ class DataParallel(Capability):
         """Exchange stop requests, so that all processes stop after the same update."""
         super().settle()
         if self._group is not None and self.context.process.has_peers:
-            flags = torch.tensor(self._flags(), dtype=torch.float64)
-            self._group.sum(flags)
-            self._apply_stop_request(flags.tolist())
+            self._apply_stop_request(self._group.sum_with_events([], self._flags())[1])
 
     # ------------------------------------------------------------------ once per pass
 
@@ -309,10 +313,9 @@ class DataParallel(Capability):
         late = int(notes.num_tokens) if notes.optimized and turn.extras is not None else 0
         if turn.extras is None:
             # No optimizer stepped, in any process.
-            counts = turn.samples + notes.num_samples, *self._flags(), 0, turn.tokens + int(notes.num_tokens)
-            extras = torch.tensor(counts, dtype=torch.float64)
-            group.sum(extras)
-            turn.extras = extras.tolist()
+            counts = turn.samples + notes.num_samples, turn.tokens + int(notes.num_tokens)
+            (samples, tokens), flags = group.sum_with_events(counts, self._flags())
+            turn.extras = [samples, *flags, 0, tokens]
         records, *flags, high, low = turn.extras
         turn.samples, turn.tokens, turn.extras, turn.gradients = 0, late, None, None
         notes.num_records, notes.num_tokens = round(records), round(high) * _TOKEN_UNIT + round(low)
@@ -354,6 +357,10 @@ class DataParallel(Capability):
             if step == total if knows_total else not _any(group, fresh is not _END):
                 return
 
+    def _data_group(self, group: Group) -> Group:
+        """Return the group whose ranks divide the data. Here every process has its own batches."""
+        return group
+
     def _divide(self, group: Group) -> None:
         """Give every process its part of the model, before optimizers are built. Here each process has all of it."""
 
@@ -383,7 +390,7 @@ class DataParallel(Capability):
         model = self.context.model
         if model is not None:
             with torch.no_grad():
-                group.copy_first(model.buffers())
+                group.copy_first(map(own_part, model.buffers()))
 
     def _average(self, group: Group, optimizer: Optimizer) -> None:
         """Average an optimizer's gradients over all processes; counts and stop flags are sent in the same message."""
@@ -444,7 +451,7 @@ class DataParallel(Capability):
         if not flags[0] or context.run.stop_reason is not None:
             return
         assert group is not None
-        requests = [each["request"] for each in group.exchange({"request": context.run.stop_request})]
+        requests = [each["request"] for each in group.everyone.exchange({"request": context.run.stop_request})]
         reason = next(request[0] for request in requests if request is not None)
         number = signal.SIGINT if flags[1] else signal.SIGTERM if flags[2] else None
         context.run.end(reason, None if number is None else int(number))

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from dovetail.errors import ConfigError
 from dovetail.trainers.capabilities.core import Capability
+from dovetail.trainers.capabilities.tensor_parallel import local_forward
 from dovetail.trainers.whole_step import CannotCompileError
 
 Blocks = Sequence[type[nn.Module] | str] | Callable[[nn.Module], bool]
@@ -101,7 +102,7 @@ class ActivationCheckpointing(Capability):
         for _, block in chosen:
             before = vars(block).get("forward")
             # Not a wrapper module: the keys of the state and the types of the modules must not change.
-            vars(block)["forward"] = _Recomputed(block, block.forward, keep)
+            vars(block)["forward"] = _Recomputed(block, local_forward(block, block.forward), keep)
             self._replaced.append((block, before))
         config: Any = getattr(model, "config", None)
         if getattr(config, "use_cache", False) is True:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -14,12 +13,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dovetail.accelerators import can_pin
-from dovetail.distributed import Group, is_part, num_launched, part_of, whole
+from dovetail.distributed import DataGroup, Group, is_part, num_launched, own_part, part_of, whole
 from dovetail.errors import ConfigError
 from dovetail.trainers.capabilities.data_parallel import DataParallel
 from dovetail.trainers.capabilities.deferred import initialize, is_deferred
+from dovetail.trainers.capabilities.meshes import check_mesh, mesh_sizes, show_mesh
+from dovetail.trainers.capabilities.tensor_parallel import LocalWeights, Parallelize, check_plan, parallelize
 from dovetail.trainers.context import Stage
 from dovetail.trainers.fitting import restoring
+from dovetail.trainers.randomness import rng_state, set_rng_state
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -44,9 +46,13 @@ class ShardedDataParallel(DataParallel):
             called as modules: a weight that is read outside of the call is sharded.
         reshard_after_forward: True to free a block between forward and backward, too, which saves memory and
             sends its weights twice; None means torch's default.
-        mesh: The number of copies of the model, and the number of parts of each copy: `{"replicate": 2, "shard": 4}`
-            for 8 processes (hybrid sharding). One of the two may be -1: all processes that are left. None means one
-            copy. Consecutive ranks hold one copy, so with 4 processes per machine its parts stay on one machine.
+        mesh: The number of copies of the model, of parts of each copy, and of processes that compute one part together
+            (tensor parallel): `{"replicate": 2, "shard": 2, "tensor": 2}` for 8 processes. One of them may be -1: all
+            processes that are left. A size that is missing is 1. None means one copy, divided among all processes.
+            Consecutive ranks differ in `tensor`, then in `shard`: the processes of a machine should hold one copy.
+        parallelize: How the tensors of the model are divided among the processes of `tensor`: a dict of styles by
+            patterns of module names (a `ParallelStyle` of torch, `"colwise"`, `"rowwise"` and so on), a function of the
+            model and the `DeviceMesh` of these processes, or None for the plan that a Hugging Face model has.
         cpu_offload: True to keep shards, gradients and the optimizer's state in the memory of the host. A block is
             copied to the device when it is gathered, and the optimizer computes on the host.
 
@@ -62,6 +68,9 @@ class ShardedDataParallel(DataParallel):
     _blocks: Blocks | None
     _reshard_after_forward: bool | None
     _mesh_sizes: dict[str, int] | None
+    _parallelize: Parallelize
+    # Modules and names of the parameters that all processes of a tensor-parallel group hold.
+    _replicas: list[tuple[nn.Module, str]]
     cpu_offload: bool
     _mesh: DeviceMesh | None
     # Pairs of each parameter before and after sharding.
@@ -77,6 +86,7 @@ class ShardedDataParallel(DataParallel):
         shard: Blocks | None = None,
         reshard_after_forward: bool | None = None,
         mesh: Mapping[str, int] | None = None,
+        parallelize: Parallelize = None,
         cpu_offload: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -87,7 +97,12 @@ class ShardedDataParallel(DataParallel):
         if shard is not None and not callable(shard) and not _are_modules(shard):
             raise ConfigError(f"shard: expected classes of modules, a function of a module, or None, got {shard!r}")
         self._blocks = shard
-        self._mesh_sizes = None if mesh is None else _checked_mesh(mesh)
+        self._mesh_sizes = None if mesh is None else check_mesh(mesh)
+        self._parallelize, self._replicas = check_plan(parallelize), []
+        if parallelize is not None and "tensor" not in (mesh or {}):
+            raise ConfigError(
+                "parallelize: the mesh has no 'tensor'; give mesh={'shard': -1, 'tensor': 2}, for example"
+            )
         self._reshard_after_forward = reshard_after_forward
         self.cpu_offload = cpu_offload
         self._mesh = None
@@ -95,6 +110,11 @@ class ShardedDataParallel(DataParallel):
         self._unit = None
         self._items = 0
         super().__init__(*args, **kwargs)
+
+    @property
+    def shown_mesh(self) -> str:
+        """The mesh as text, for `explain`; empty if the user chose no mesh."""
+        return "" if self._mesh_sizes is None else show_mesh(self._mesh_sizes)
 
     # ------------------------------------------------------------------ once per run
 
@@ -190,24 +210,40 @@ class ShardedDataParallel(DataParallel):
 
     # ------------------------------------------------------------------ private
 
+    def _data_group(self, group: Group) -> Group:
+        """Return the group in which the processes that compute the same batches count as one."""
+        num_alike = mesh_sizes(self._mesh_sizes, group.size).get("tensor", 1)
+        return group if num_alike == 1 else DataGroup(group, num_alike)
+
     def _divide(self, group: Group) -> None:
         """Shard the model over the processes, and remember which parameters replace which."""
         context, model = self.context, self.context.model
         self._unit, self._items = None, 0
-        mesh_sizes(self._mesh_sizes, group.size)
-        if group.size == 1 or model is None:
+        if group.everyone.size == 1 or model is None:
             return
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule
 
         # An earlier run has sharded the model, and `fully_shard` accepts it only once.
         if isinstance(model, FSDPModule):
-            divided: Any = next(filter(is_part, model.parameters()))
-            self._mesh = divided.device_mesh
+            self._mesh = _mesh_of(model)
             return
-        sizes = mesh_sizes(self._mesh_sizes, group.size)
-        self._mesh = init_device_mesh(context.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        sizes = mesh_sizes(self._mesh_sizes, group.everyone.size)
+        mesh = init_device_mesh(context.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         before = dict(model.named_parameters())
+        if "tensor" in sizes:
+            # A plan may refer to any module, so the whole model is initialized first.
+            self._initialize(model)
+            if not self.cpu_offload:
+                model.to(context.device)
+            with torch.no_grad():
+                group.copy_first([*model.parameters(), *model.buffers()])
+            # One sum over both dimensions, for norms of gradients; otherwise torch makes two and warns.
+            mesh["shard", "tensor"]._flatten()
+            self._replicas = parallelize(model, mesh["tensor"], self._parallelize)
+            # `fully_shard` appends the dimension of the tensors.
+            mesh = mesh[tuple(name for name in sizes if name != "tensor")]
+        self._mesh = mesh
         blocks = self._choose_blocks(model)
         if is_deferred(model):
             # Block by block: a process never holds the whole model.
@@ -216,6 +252,7 @@ class ShardedDataParallel(DataParallel):
         else:
             for module in (*blocks, model):
                 self._shard(group, module)
+        self._mesh = _mesh_of(model)
         after = dict(model.named_parameters())
         self._sharded_parameters = [(before[name], after[name]) for name in before]
 
@@ -227,10 +264,13 @@ class ShardedDataParallel(DataParallel):
         if not self.cpu_offload:
             module.to(device)
         inner = {id(it) for part in module.modules() if isinstance(part, FSDPModule) for it in part.parameters()}
-        whole_ones = [it for it in (*module.parameters(), *module.buffers()) if id(it) not in inner]
+        whole_ones = [it for it in (*module.parameters(), *module.buffers()) if id(it) not in inner and not is_part(it)]
         with torch.no_grad():
             # Before sharding, while every process still has whole tensors.
             group.copy_first(whole_ones)
+        if self._replicas:
+            # Parameters of inner blocks are replaced in the calls of these blocks.
+            LocalWeights([it for it in self._replicas if it[0] in _own_modules(module)]).install(module)
         numbers = {parameter for parameter in module.parameters() if parameter.ndim == 0}
         for number in numbers:
             number.data = number.data.to(device)
@@ -260,7 +300,10 @@ class ShardedDataParallel(DataParallel):
             replace_parameters(optimizer, divided)
             _divide_state(optimizer)
         self._sharded_parameters = []
-        context.process.peers = _Parts(group, self._mesh)
+        context.process.peers = _Parts(group.everyone, self._mesh)
+        if group is not group.everyone:
+            # The processes that compute the same batches draw the same random numbers.
+            set_rng_state(group.exchange({"rng": rng_state()})[group.rank]["rng"])
 
     def _choose_blocks(self, model: nn.Module) -> list[nn.Module]:
         """Return the blocks, inner ones before outer ones."""
@@ -348,12 +391,10 @@ class ShardedDataParallel(DataParallel):
         turn, window = self._turn, self.context.run.window
         notes = self.context.run.batch
         samples, tokens = (0, 0) if self._is_idle() else (notes.num_samples, int(notes.num_tokens))
-        counts = turn.samples + samples, *self._flags(), 0, turn.tokens + tokens
-        sums = torch.tensor([float(self._own_items()), *counts], dtype=torch.float64)
-        group.sum(sums)
-        total, *extras = sums.tolist()
+        numbers = float(self._own_items()), turn.samples + samples, turn.tokens + tokens
+        (total, all_samples, all_tokens), flags = group.sum_with_events(numbers, self._flags())
         if turn.extras is None:
-            turn.extras = extras
+            turn.extras = [all_samples, *flags, 0, all_tokens]
         # The window has divided by the items of this process only.
         own = float(window.items / window.expected) if window.size > 1 else 1.0
         factor = (self._unit or 1.0) / (total or 1.0)
@@ -363,7 +404,7 @@ class ShardedDataParallel(DataParallel):
                 continue
             if is_part(gradient):
                 # Torch has summed the parts and divided by the number of processes.
-                _scale(gradient, own * factor * group.size)
+                _scale(own_part(gradient), own * factor * group.size)
             else:
                 _scale(gradient, own * factor)
                 group.sum(gradient)
@@ -388,8 +429,9 @@ class _Parts:
         """Return a tensor that is sharded by rows, like FSDP's parameters."""
         from torch.distributed.tensor import Replicate, Shard, zeros
 
-        # The last dimension of the mesh shards; a first one has copies.
-        placements = [Replicate()] * (self._mesh.ndim - 1) + [Shard(0) if len(shape) else Replicate()]
+        names = self._mesh.mesh_dim_names or ()
+        # Over all dimensions except the copies, so that no process holds more than its part of a checkpoint.
+        placements = [Shard(0) if len(shape) and name != "replicate" else Replicate() for name in names]
         return zeros(*shape, dtype=dtype, device_mesh=self._mesh, placements=placements)
 
 
@@ -414,48 +456,6 @@ class _ThreadGroup(Group):
 _END = object()
 
 
-def mesh_sizes(mesh: Mapping[str, int] | None, num_processes: int) -> dict[str, int]:
-    """Return the sizes of the dimensions of a mesh for a number of processes; a size of -1 is computed.
-
-    Raises:
-        ConfigError: The sizes do not multiply to the number of processes.
-
-    Example:
-        >>> mesh_sizes({"replicate": -1, "shard": 2}, 6)
-        {'replicate': 3, 'shard': 2}
-    """
-    if mesh is None:
-        return {"shard": num_processes}
-    known = math.prod(size for size in mesh.values() if size != -1)
-    sizes = {name: num_processes // known if size == -1 else size for name, size in mesh.items()}
-    if math.prod(sizes.values()) != num_processes:
-        raise ConfigError(
-            f"mesh: {dict(mesh)} does not divide {num_processes} processes; the sizes must multiply to "
-            f"{num_processes}, and one of them may be -1"
-        )
-    # A copy in one part and one copy are the dimensions of a smaller mesh, but torch shards by the last one.
-    return {"shard": sizes["shard"]} if sizes["replicate"] == 1 else sizes
-
-
-def _checked_mesh(mesh: Any) -> dict[str, int]:
-    """Return the sizes of a mesh in the order of its dimensions; raise if they are not two counts."""
-    names = ("replicate", "shard")
-    if (
-        not isinstance(mesh, Mapping)
-        or not mesh
-        or not mesh.keys() <= set(names)
-        or any(
-            isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1) for size in mesh.values()
-        )
-        or list(mesh.values()).count(-1) > 1
-    ):
-        raise ConfigError(
-            f"mesh: expected the sizes of 'replicate' and 'shard', such as {{'replicate': 2, 'shard': 4}}, of which "
-            f"one may be -1, got {mesh!r}"
-        )
-    return {name: mesh.get(name, 1) for name in names}
-
-
 def _children(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the direct children that have parameters; a list or dict of modules is replaced by its children."""
     for child in module.children():
@@ -463,6 +463,20 @@ def _children(module: nn.Module) -> Iterator[nn.Module]:
             yield from _children(child)
         elif any(True for _ in child.parameters()):
             yield child
+
+
+def _own_modules(block: nn.Module) -> set[nn.Module]:
+    """Return the modules of a block that are in no inner block."""
+    from torch.distributed.fsdp import FSDPModule
+
+    inner = {it for part in block.modules() if isinstance(part, FSDPModule) for it in part.modules()}
+    return {*block.modules()} - inner
+
+
+def _mesh_of(model: nn.Module) -> DeviceMesh:
+    divided: Any = next(filter(is_part, model.parameters()))
+    mesh: DeviceMesh = divided.device_mesh
+    return mesh
 
 
 def _is_empty(value: Any) -> bool:
