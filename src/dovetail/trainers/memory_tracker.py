@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import device_mesh
+from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -76,6 +77,9 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _has_parts(types):
             # A DTensor calls the operator again, with its local part.
             return NotImplemented
+        if active_fake_mode() is not None:
+            # A DTensor computes the shape of a result, and this mode precedes its own one.
+            return func(*args, **kwargs)
         if func in _READS:
             return self._read(args[0])
         if func is torch.ops.aten.equal.default:
@@ -170,13 +174,14 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note_written(self, target: Tensor, source: Tensor) -> None:
         """Store numbers that are copied from a tensor of the host: counts and flags that processes exchange."""
-        if isinstance(target, FakeTensor) and not isinstance(source, FakeTensor) and source.shape == target.shape:
-            if target.ndim == 1 and target.numel() <= _MOST_NUMBERS + len(self._storages):
-                with _disable_current_modes():
-                    numbers = source.detach().tolist()
-                known = self._written.setdefault(target.untyped_storage()._cdata, {})
-                start, step = target.storage_offset(), target.stride(0)
-                known.update((start + step * number, value) for number, value in enumerate(numbers))
+        is_from_host = isinstance(target, FakeTensor) and not isinstance(source, FakeTensor)
+        if not is_from_host or target.ndim != 1 or target.shape != source.shape or source.numel() > _MOST_NUMBERS:
+            return
+        with _disable_current_modes():
+            numbers = source.detach().tolist()
+        known = self._written.setdefault(target.untyped_storage()._cdata, {})
+        start, step = target.storage_offset(), target.stride(0)
+        known.update((start + step * number, value) for number, value in enumerate(numbers))
 
     def _note_collective(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
         if func.namespace == "fsdp":
@@ -238,14 +243,20 @@ def fake_group(size: int) -> Iterator[None]:
     # Registers the backend.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    mesh_type: Any = device_mesh.DeviceMesh
+    # Torch replaces it by one that prints the rank, and never restores it.
+    show_error = sys.excepthook
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
     try:
         with (
             _replaced(Group, "join", classmethod(lambda cls, device, place=None: FakeGroup(None))),
             _replaced(device_mesh, "init_device_mesh", _without_modes(device_mesh.init_device_mesh)),
+            _replaced(mesh_type, "__init__", _without_modes(mesh_type.__init__)),
+            _replaced(mesh_type, "mesh", property(_without_modes(mesh_type.mesh.fget))),
         ):
             yield
     finally:
+        sys.excepthook = show_error
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -279,8 +290,8 @@ def _has_parts(types: Any) -> bool:
     return sharding is not None and any(issubclass(it, sharding.DTensor) for it in types)
 
 
-# The largest number of numbers of a message that the host reads, besides one for each tensor.
-_MOST_NUMBERS = 64
+# The largest number of numbers from the host that are stored: a flag for each parameter, and some counts.
+_MOST_NUMBERS = 100_000
 _READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default}
 _CHECKS_OVERFLOW = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 # By operator: the operation, and the position of the tensors whose bytes count.
