@@ -43,7 +43,7 @@ SETTINGS: dict[str, int] = {
     "FSDP, 2 processes": 2,
     "FSDP, 2 copies of 2 parts": 4,
 }
-CASES = ("MLP", "MLP, accumulation", "CNN", "transformer", "GPT-2", "activation checkpointing", "bfloat16")
+CASES = ("MLP", "MLP, accumulation", "wide MLP", "CNN", "transformer", "GPT-2", "activation checkpointing", "bfloat16")
 QUICK = ("MLP", "CNN")
 # The bar of the plan: its distance from the measured peak.
 BAR = 0.05
@@ -251,8 +251,9 @@ class Transformer(nn.Module):
         return outputs
 
 
-def _mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(100, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+def _mlp(width: int = 256) -> nn.Module:
+    layers = [nn.Linear(100, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)]
+    return nn.Sequential(*layers)
 
 
 def _cnn() -> nn.Module:
@@ -292,6 +293,8 @@ def _named_tokens() -> dict[str, Tensor]:
 _BUILD: Mapping[str, tuple[Callable[[], nn.Module], Callable[[], Any], Any, Mapping[str, Any]]] = {
     "MLP": (_mlp, partial(_labelled, 32, 100), None, {}),
     "MLP, accumulation": (_mlp, partial(_labelled, 32, 100), None, {"accumulation_steps": 2, "gradient_clip": 1.0}),
+    # Several buckets of gradients, which `DDPTrainer` sends early.
+    "wide MLP": (partial(_mlp, 640), partial(_labelled, 32, 100), None, {}),
     "CNN": (_cnn, partial(_labelled, 16, 3, 16, 16), None, {}),
     "transformer": (Transformer, _tokens, None, {}),
     "GPT-2": (_gpt2, _named_tokens, None, {}),

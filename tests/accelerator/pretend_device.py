@@ -6,7 +6,8 @@
 
 The numbers are the CPU's, bit for bit, because the same kernels compute them. An operation that mixes tensors of the
 device and of the CPU raises, as on a real device. The device has its own random generators, pinned memory, autocast,
-and streams and events of torch that do nothing. It has no allocator, no compiler and no storage that can be resized.
+and streams and events of torch that do nothing. It counts the bytes of its tensors as an allocator does. It has no
+compiler and no storage that can be resized.
 
 Import this module before the first backward pass of a process: torch's engine counts devices once.
 """
@@ -14,6 +15,7 @@ Import this module before the first backward pass of a process: torch's engine c
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,6 +75,9 @@ class _Log:
         self.warns = False
         # Kept, so that their addresses stay theirs.
         self.pinned: list[Tensor] = []
+        # Bytes of the storages that are alive, by their address, and the most so far.
+        self.storages: dict[int, tuple[Any, int]] = {}
+        self.allocated = self.peak = 0
         self.current = 0
         self.generators = [torch.Generator() for _ in range(NUM_DEVICES)]
 
@@ -80,6 +85,17 @@ class _Log:
         self.events.append(Event(kind, waits, str(cause), self.num_operations))
         if waits and self.warns:
             warnings.warn(f"called a synchronizing operation: {cause}", stacklevel=2)
+
+    def note_memory(self, inner: Tensor) -> None:
+        storage = inner.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self.storages:
+            self.storages[key] = weakref.ref(storage, lambda _: self._forget_memory(key)), size
+            self.allocated += size
+            self.peak = max(self.peak, self.allocated)
+
+    def _forget_memory(self, key: int) -> None:
+        self.allocated -= self.storages.pop(key)[1]
 
     def is_pinned(self, tensor: Tensor) -> bool:
         address = tensor.data_ptr()
@@ -116,6 +132,12 @@ class _Module:
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
 
+    def max_memory_allocated(self, device: Any = None) -> int:
+        return _log.peak
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        _log.peak = _log.allocated
+
     def manual_seed_all(self, seed: int) -> None:
         for generator in _log.generators:
             generator.manual_seed(seed)
@@ -151,6 +173,7 @@ class PretendTensor(Tensor):
 
     def __init__(self, inner: Tensor) -> None:
         self.inside = inner
+        _log.note_memory(inner)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
