@@ -1,4 +1,4 @@
-"""What one process does in `test_memory_plan_ranks.py`: `python plan_ranks.py FOLDER`, with torchrun's variables set."""
+"""What a process does in `test_memory_plan_ranks.py`: `python plan_ranks.py FOLDER`, with torchrun's variables set."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-# Several buckets of gradients; accumulation, clipping; batch norm; attention; a model of another library; recomputation.
+# Several buckets of gradients; accumulation and clipping; a model of another library; recomputed activations.
 CASES = {
     "DDP, 2 processes": ["wide MLP", "MLP, accumulation"],
     "FSDP, 2 processes": ["MLP", "MLP, accumulation", "CNN", "transformer", "GPT-2", "activation checkpointing"],
