@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import sys
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,6 @@ from dovetail.callbacks import Callback
 from dovetail.errors import ConfigError
 from dovetail.trainers import DDPTrainer, FSDPTrainer, Trainer
 from dovetail.trainers.memory_plan import plan_memory, plan_script
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture(scope="module")
-def bench() -> Any:
-    """The benchmark that builds the cases and measures them; it imports its own neighbours by name."""
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        return import_module("memory_plan")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
 
 
 def mlp() -> nn.Module:
@@ -64,14 +51,14 @@ def bytes_of(values: Any) -> int:
 )
 @pytest.mark.filterwarnings("ignore:.*(loss_type|deprecated).*")
 def test_the_planned_peak_is_within_five_percent_of_the_allocated_one(
-    bench: Any, name: str, monkeypatch: pytest.MonkeyPatch
+    memory_bench: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if name == "GPT-2":
         pytest.importorskip("transformers")
     # The first profiler of a process decides whether all of them print a line at their start.
     monkeypatch.setenv("KINETO_LOG_LEVEL", "6")
-    plan = bench.plan(name, "one process")
-    assert plan.peak == pytest.approx(bench.measure(name, "one process")["peak"], rel=0.05)
+    plan = memory_bench.plan(name, "one process")
+    assert plan.peak == pytest.approx(memory_bench.measure(name, "one process")["peak"], rel=0.05)
 
 
 def test_the_kinds_of_an_mlp_have_the_known_sizes() -> None:
