@@ -37,6 +37,8 @@ TITLES = {
     "compile": "Compilation",
     "memory_format": "Memory formats",
     "ddp": "Several processes",
+    "launching": "Starting processes",
+    "memory_plan": "Memory plans",
     "checkpoints": "Checkpoints",
     "start": "Start-up time",
     "search": "Experiments",

@@ -6,6 +6,8 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,6 +60,17 @@ def compiler_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(shared / "inductor"))
         yield
+
+
+@pytest.fixture(scope="session")
+def memory_bench() -> Any:
+    """The benchmark that plans and measures the memory of training; it imports its own neighbours by name."""
+    folder = str(Path(__file__).parents[1] / "benchmarks")
+    sys.path.insert(0, folder)
+    try:
+        return import_module("memory_plan")
+    finally:
+        sys.path.remove(folder)
 
 
 @pytest.fixture

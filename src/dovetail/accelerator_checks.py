@@ -6,6 +6,7 @@ It prints one line of JSON for every finished check.
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import platform
@@ -13,9 +14,10 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -24,10 +26,12 @@ from torch import Tensor, nn
 from dovetail import accelerators
 from dovetail.callbacks import EMA, Callback
 from dovetail.data import DataLoader
+from dovetail.profiler_trace import Overlap, measure_overlap, read_trace
 from dovetail.trainers import AMPTrainer, Trainer
+from dovetail.trainers.memory_plan import plan_memory
 from dovetail.units import Batches, Epochs
 
-__all__ = ["CHECKS", "Result", "check_accelerator", "main"]
+__all__ = ["CHECKS", "Result", "check_accelerator", "judge_overlap", "main"]
 
 _NUM_BATCHES = 12
 # Seconds after which no further check starts, so that the command ends within three minutes.
@@ -136,60 +140,59 @@ def _overlap(device: torch.device) -> _Answer:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU, activity]) as profile:
         trainer.fit(batches, max_length=Epochs(2))
         torch.accelerator.synchronize()
-    copies: list[tuple[float, float]] = []
-    kernels: list[tuple[float, float]] = []
-    for event in profile.events() or ():
-        if event.device_type.name == "CPU":
-            continue
-        span = event.time_range.start, event.time_range.end
-        # The names of CUDA and of Intel's devices.
-        if "HtoD" in event.name or "M2D" in event.name:
-            copies.append(span)
-        elif not event.name.startswith(("Memcpy", "Memset")):
-            kernels.append(span)
-    total = sum(end - start for start, end in copies)
-    if not total:
-        return "note", "not measured: the trace contains no copy to the device", {"kernels": len(kernels)}
-    share = overlapped(copies, kernels) / total
-    text = f"{share:.0%} of the time of copies to the device passes while kernels run"
-    return "ok" if share > 0.5 else "problem", text, {"share": round(share, 3), "copy_microseconds": total}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profile.export_chrome_trace(str(path))
+        return judge_overlap(measure_overlap(read_trace(path)))
 
 
-def overlapped(copies: Sequence[tuple[float, float]], kernels: Sequence[tuple[float, float]]) -> float:
-    """Return how long at least one kernel runs during the copies.
-
-    Args:
-        copies: Starts and ends of copies.
-        kernels: Starts and ends of kernels, which may overlap.
-
-    Example:
-        >>> overlapped([(0.0, 4.0), (6.0, 8.0)], [(1.0, 3.0), (2.0, 3.5), (7.0, 9.0)])
-        3.5
-    """
-    merged: list[list[float]] = []
-    for start, end in sorted(kernels):
-        if merged and start <= merged[-1][1]:
-            merged[-1][1] = max(merged[-1][1], end)
-        else:
-            merged.append([start, end])
-    return sum(max(0.0, min(end, stop) - max(start, begin)) for start, end in copies for begin, stop in merged)
+def judge_overlap(found: Overlap) -> _Answer:
+    """Return a problem if less than half of the time of copies or of collective operations is hidden by kernels."""
+    numbers = asdict(found)
+    if not found.copies:
+        return "note", "not measured: the trace contains no copy to the device", numbers
+    shares = {"copies to the device": found.hidden_copies / found.copies}
+    if found.collectives:
+        shares["collective operations"] = found.hidden_collectives / found.collectives
+    text = " and ".join(f"{share:.0%} of the time of {name}" for name, share in shares.items())
+    return "ok" if min(shares.values()) >= 0.5 else "problem", f"{text} passes while kernels run", numbers
 
 
 def _memory(device: torch.device) -> _Answer:
-    """Measure the peak of memory in three epochs; it must not grow."""
+    """Compare the peak of memory of a step with the plan; in later epochs it must not grow."""
     if accelerators.peak_memory(device) is None:
         return "note", f"not measured: torch does not count the memory of {device.type}", {}
+    generator = torch.Generator().manual_seed(5)
+    batches = [(torch.randn(1024, 256, generator=generator), torch.zeros(1024, dtype=torch.long)) for _ in range(4)]
+
+    def build(place: torch.device | str, **options: Any) -> Trainer:
+        model = nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 16))
+        # On every device the same algorithm: its default differs, and with it the memory.
+        optimizer = partial(torch.optim.AdamW, lr=1e-3, foreach=True)
+        return Trainer(model, place, optimizer=optimizer, verbose=False, print_every=10**6, **options)
+
     peaks: list[int] = []
 
     class Peaks(Callback):
         def on_epoch_end(self, context: Any, metrics: Any) -> None:
             peaks.append(accelerators.peak_memory(device, reset=True) or 0)
 
+    # Libraries of the device keep workspaces, which are no part of the plan.
+    build(device).fit(batches, max_length=Epochs(1))
+    gc.collect()
     accelerators.peak_memory(device, reset=True)
-    _make_trainer(device, callbacks=[Peaks()]).fit(_make_batches(), max_length=Epochs(4))
-    text = f"a peak of {max(peaks) / 2**20:.1f} MiB; epochs 2 to 4: {', '.join(str(it) for it in peaks[1:])} bytes"
+    before = accelerators.peak_memory(device) or 0
+    plan = plan_memory(build("cpu"), batches)
+    build(device, callbacks=[Peaks()]).fit(batches, max_length=Epochs(4))
+    # The next batch is copied ahead.
+    planned = plan.peak + plan.kinds["batch"]
+    measured = max(peaks) - before
+    numbers = {"planned": planned, "measured": measured, "peaks": peaks, "before": before, "kinds": dict(plan.kinds)}
+    text = f"a peak of {measured / 2**20:.1f} MiB, {measured / planned:.1%} of the plan"
     # The host may be some batches ahead, so the peaks of equal epochs differ a little.
-    return "ok" if peaks[-1] <= 1.1 * peaks[1] else "problem", text, {"peaks": peaks}
+    if peaks[-1] > 1.1 * peaks[1]:
+        return "problem", f"{text}; it grows from {peaks[1]} to {peaks[-1]} bytes", numbers
+    return "ok" if abs(measured / planned - 1) <= 0.1 else "problem", text, numbers
 
 
 def _exact_resume(device: torch.device, *, num_workers: int = 0) -> _Answer:
@@ -301,6 +304,7 @@ def _activity(device: torch.device) -> Any:
     """Return the profiler's activity of a device; None if it cannot record it."""
     name = {"cuda": "CUDA", "xpu": "XPU", "hpu": "HPU", "mtia": "MTIA"}.get(device.type)
     activity = None if name is None else getattr(torch.profiler.ProfilerActivity, name, None)
+    # torch has no type hints for this function.
     supported = torch.profiler.supported_activities()  # type: ignore[no-untyped-call]
     return activity if activity in supported else None
 

@@ -6,8 +6,8 @@
 
 The numbers are the CPU's, bit for bit, because the same kernels compute them. An operation that mixes tensors of the
 device and of the CPU raises, as on a real device. So does an operator whose stream has not waited for the stream that
-writes its inputs (`pretend_streams.py`). The device has its own random generators, pinned memory and autocast. It has
-no allocator and no compiler.
+writes its inputs (`pretend_streams.py`). The device has its own random generators, pinned memory and autocast. It
+counts the bytes of its tensors as an allocator does. It has no compiler.
 
 Import this module before the first backward pass of a process: torch's engine counts devices once.
 """
@@ -15,6 +15,7 @@ Import this module before the first backward pass of a process: torch's engine c
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -76,6 +77,9 @@ class _Log:
         self.warns = False
         # Kept, so that their addresses stay theirs.
         self.pinned: list[Tensor] = []
+        # Bytes of the storages that are alive, by their address, and the most so far.
+        self.storages: dict[int, tuple[Any, int]] = {}
+        self.allocated = self.peak = 0
         self.current = 0
         self.generators = [torch.Generator() for _ in range(NUM_DEVICES)]
 
@@ -83,6 +87,17 @@ class _Log:
         self.events.append(Event(kind, waits, str(cause), self.num_operations))
         if waits and self.warns:
             warnings.warn(f"called a synchronizing operation: {cause}", stacklevel=2)
+
+    def note_memory(self, inner: Tensor) -> None:
+        storage = inner.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self.storages:
+            self.storages[key] = weakref.ref(storage, lambda _: self._forget_memory(key)), size
+            self.allocated += size
+            self.peak = max(self.peak, self.allocated)
+
+    def _forget_memory(self, key: int) -> None:
+        self.allocated -= self.storages.pop(key)[1]
 
     def is_pinned(self, tensor: Tensor) -> bool:
         address = tensor.data_ptr()
@@ -122,6 +137,12 @@ class _Module:
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
 
+    def max_memory_allocated(self, device: Any = None) -> int:
+        return _log.peak
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        _log.peak = _log.allocated
+
     def manual_seed_all(self, seed: int) -> None:
         for generator in _log.generators:
             generator.manual_seed(seed)
@@ -158,6 +179,7 @@ class PretendTensor(Tensor):
     def __init__(self, inner: Tensor) -> None:
         self.inside = inner
         self.origin = Origin()
+        _log.note_memory(inner)
 
     def untyped_storage(self) -> Any:
         # Sharded models resize it.

@@ -61,7 +61,7 @@ def test_every_figure_of_the_page_exists(bench: Any) -> None:
 def test_the_guide_has_the_measured_tables(bench: Any) -> None:
     pages = {path.stem: path.read_text(encoding="utf-8") for path in bench.run.GUIDE.rglob("*.md")}
     shown = {name: text for name, text in pages.items() if bench.run.MARKS.search(text)}
-    assert shown.keys() == {"scaling", "compile", "backends", "postprocessors"}
+    assert shown.keys() == {"scaling", "compile", "backends", "plan", "postprocessors"}
     for text in shown.values():
         assert bench.run.with_tables(text, sections(bench)) == text
 

@@ -3,148 +3,66 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from problem import Problem, assert_same_weights
-from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
-from dovetail import Batches, Epochs
+from dovetail import Batches
 from dovetail.callbacks import Callback
 from dovetail.errors import ConfigError
-from dovetail.trainers import ActivationCheckpointTrainer, AMPTrainer, DDPTrainer, FSDPTrainer, Trainer
+from dovetail.trainers import DDPTrainer, FSDPTrainer, Trainer
 from dovetail.trainers.memory_plan import plan_memory, plan_script
-
-Case = Callable[[], tuple[Any, list[Any]]]
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(32)
-        self.attention = nn.MultiheadAttention(32, 2, batch_first=True)
-        self.mlp = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 32))
-
-    def forward(self, x: Tensor) -> Tensor:
-        normed = self.norm(x)
-        x = x + self.attention(normed, normed, normed, need_weights=False)[0]
-        outputs: Tensor = x + self.mlp(x)
-        return outputs
-
-
-class Transformer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(50, 32)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(32, 10)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = block(x)
-        outputs: Tensor = self.head(x).mean(1)
-        return outputs
 
 
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(100, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
 
 
-def cnn() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 16, 3, padding=1),
-        nn.BatchNorm2d(16),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 3, padding=1),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(32, 10),
-    )
-
-
-def gpt2() -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        n_layer=2, n_embd=32, n_head=2, vocab_size=50, n_positions=32, bos_token_id=0, eos_token_id=0
-    )
-    model: nn.Module = transformers.GPT2LMHeadModel(config)
-    return model
-
-
-def case(model: Callable[[], nn.Module], inputs: Callable[[], Any], wrap: Any = None, **settings: Any) -> Case:
-    def build() -> tuple[Any, list[Any]]:
-        optimizer = partial(torch.optim.AdamW, lr=1e-3)
-        trainer = Trainer(model(), "cpu", optimizer=optimizer, seed=0, verbose=False, **settings)
-        return trainer if wrap is None else wrap(trainer), [inputs() for _ in range(2)]
-
-    return build
-
-
-def labelled(*shape: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(*shape), torch.zeros(shape[0], dtype=torch.long)
-
-
-def tokens(named: bool = False) -> Any:
-    ids = torch.randint(0, 50, (32, 32))
-    return {"input_ids": ids, "labels": ids.clone()} if named else (ids, torch.zeros(32, dtype=torch.long))
-
-
-CASES: dict[str, Case] = {
-    "mlp": case(mlp, lambda: labelled(32, 100)),
-    "mlp, large batch, accumulation": case(mlp, lambda: labelled(2000, 100), accumulation_steps=2, gradient_clip=1.0),
-    "cnn": case(cnn, lambda: labelled(16, 3, 16, 16)),
-    "transformer": case(Transformer, tokens),
-    "gpt-2": case(gpt2, lambda: tokens(named=True)),
-    "activation checkpointing": case(Transformer, tokens, ActivationCheckpointTrainer),
-    "bfloat16": case(Transformer, tokens, partial(AMPTrainer, precision="bf16")),
-    "float16": case(mlp, lambda: labelled(2000, 100), partial(AMPTrainer, precision="fp16", init_scale=1.0)),
-}
+def build() -> tuple[Trainer, list[Any]]:
+    optimizer = partial(torch.optim.AdamW, lr=1e-3)
+    data = [(torch.randn(32, 100), torch.zeros(32, dtype=torch.long)) for _ in range(2)]
+    return Trainer(mlp(), "cpu", optimizer=optimizer, seed=0, verbose=False), data
 
 
 def bytes_of(values: Any) -> int:
-    return sum(it.numel() * it.element_size() for it in tree_leaves(values) if isinstance(it, Tensor))
-
-
-def allocated_peak(build: Case, batch: int) -> int:
-    """The most bytes that the allocator of torch had given out at once, in a real run of two windows."""
-    with pytest.MonkeyPatch.context() as patch:
-        # The first profiler of a process decides whether all of them print a line at their start.
-        patch.setenv("KINETO_LOG_LEVEL", "6")
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-            trainer, data = build()
-            trainer.fit(data, max_length=Epochs(2))
-    kineto = recorded.profiler.kineto_results
-    events = sorted((it for it in kineto.events() if it.name() == "[memory]"), key=lambda it: it.start_ns())
-    now = peak = 0
-    for event in events:
-        now += event.nbytes()
-        peak = max(peak, now)
-    # The list holds all batches, and a loader would hold one.
-    return peak - (bytes_of(data) - batch)
+    return sum(it.numel() * it.element_size() for it in values)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.torture] if "float16" in name else []) for name in CASES]
+    "name",
+    [
+        "MLP",
+        "MLP, accumulation",
+        "CNN",
+        "transformer",
+        "GPT-2",
+        "activation checkpointing",
+        pytest.param("bfloat16", marks=pytest.mark.torture),
+        pytest.param("float16", marks=pytest.mark.torture),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:.*(loss_type|deprecated).*")
-def test_the_planned_peak_is_within_five_percent_of_the_allocated_one(name: str) -> None:
-    plan = plan_memory(*CASES[name]())
-    measured = allocated_peak(CASES[name], plan.kinds["batch"])
-    assert plan.peak == pytest.approx(measured, rel=0.05)
+def test_the_planned_peak_is_within_five_percent_of_the_allocated_one(
+    memory_bench: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "GPT-2":
+        pytest.importorskip("transformers")
+    # The first profiler of a process decides whether all of them print a line at their start.
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "6")
+    plan = memory_bench.plan(name, "one process")
+    assert plan.peak == pytest.approx(memory_bench.measure(name, "one process")["peak"], rel=0.05)
 
 
 def test_the_kinds_of_an_mlp_have_the_known_sizes() -> None:
-    plan = plan_memory(*CASES["mlp"]())
+    plan = plan_memory(*build())
     parameters = 4 * sum(it.numel() for it in mlp().parameters())
     assert plan.kinds["parameters"] == plan.kinds["gradients"] == parameters
     # Two moments, and a count of steps for each of the six tensors.
@@ -153,26 +71,31 @@ def test_the_kinds_of_an_mlp_have_the_known_sizes() -> None:
     assert plan.peak == sum(plan.kinds.values())
 
 
-def test_a_plan_changes_nothing(problem: Problem) -> None:
+@pytest.mark.parametrize("layer", [None, DDPTrainer, FSDPTrainer])
+def test_a_plan_changes_nothing(problem: Problem, layer: Any) -> None:
     steps = []
 
     class Note(Callback):
         def on_step_end(self, context: Any, output: Any) -> None:
             steps.append(context.progress.batches)
 
-    def build() -> Trainer:
+    def build() -> Any:
         optimizer = partial(torch.optim.Adam, lr=0.01)
         settings: dict[str, Any] = {"batch_size": 8, "seed": 1, "verbose": False, "callbacks": [Note()]}
-        return Trainer(problem.model(dropout=0.3), "cpu", optimizer=optimizer, **settings)
+        trainer = Trainer(problem.model(dropout=0.3), "cpu", optimizer=optimizer, **settings)
+        return trainer if layer is None else layer(trainer)
 
     planned, plain = build(), build()
     for trainer in (planned, plain):
         trainer.fit((problem.x, problem.y), max_length=Batches(2))
     gradients = [copy.deepcopy(it.grad) for it in planned.model.parameters()]
-    random_numbers = torch.get_rng_state()
-    plan_memory(planned)
+    random_numbers, show_error = torch.get_rng_state(), sys.excepthook
+    attributes = [(type(it), vars(it).keys()) for it in planned.model.modules()]
+    plan_memory(planned, num_processes=None if layer is None else 2)
     assert torch.equal(torch.get_rng_state(), random_numbers)
     torch.testing.assert_close([it.grad for it in planned.model.parameters()], gradients)
+    assert [(type(it), vars(it).keys()) for it in planned.model.modules()] == attributes
+    assert (sys.excepthook, dist.is_initialized()) == (show_error, False)
     for trainer in (planned, plain):
         torch.manual_seed(3)
         trainer.fit((problem.x, problem.y), max_length=Batches(3))
@@ -195,28 +118,62 @@ def test_a_model_without_data_can_be_planned() -> None:
 
 
 def test_processes_exchange_the_bytes_of_gradients_or_of_blocks() -> None:
-    trainer, data = CASES["mlp"]()
-    size = bytes_of(list(trainer.model.parameters()))
+    trainer, data = build()
+    size = bytes_of(trainer.model.parameters())
     parallel = plan_memory(DDPTrainer(trainer), data, num_processes=8)
-    assert parallel.collectives == {"all_reduce": size}
-    # The copies of the gradients that are sent.
-    assert parallel.kinds["buckets"] == size
+    # Besides the gradients: a flag for each of 6 parameters, 7 counts and the weight of the process.
+    assert parallel.collectives == {"all_reduce": size + 4 * (6 + 7 + 1)}
+    assert parallel.kinds["buckets"] == size + 4 * (6 + 7 + 1)
 
-    sharded = plan_memory(FSDPTrainer(CASES["mlp"]()[0], num_processes=4), data)
+    sharded = plan_memory(FSDPTrainer(build()[0], num_processes=4), data)
     assert sharded.num_processes == 4
-    assert sharded.collectives == {"all_gather": 2 * size, "reduce_scatter": size}
-    assert sharded.kinds["parameters"] == sum(
-        4 * -(-len(it) // 4) * (it.numel() // len(it)) for it in trainer.model.parameters()
-    )
-    offloaded = plan_memory(FSDPTrainer(CASES["mlp"]()[0], cpu_offload=True), data, num_processes=4)
+    part = sum(4 * -(-len(it) // 4) * (it.numel() // len(it)) for it in trainer.model.parameters())
+    assert sharded.kinds["parameters"] == part
+    # A block is gathered twice. The 7 counts are in float64.
+    counts = {"all_reduce": 8 * 7}
+    assert sharded.collectives == {"all_gather": 2 * 4 * part, "reduce_scatter": 4 * part, **counts}
+    kept = plan_memory(FSDPTrainer(build()[0], reshard_after_forward=False), data, num_processes=4)
+    assert kept.collectives == {"all_gather": 4 * part, "reduce_scatter": 4 * part, **counts}
+
+
+def test_copies_and_parts_of_a_mesh_have_the_known_sizes() -> None:
+    trainer, data = build()
+    hybrid = plan_memory(FSDPTrainer(trainer, mesh={"replicate": 16, "shard": 2}), data, num_processes=32)
+    size = bytes_of(trainer.model.parameters())
+    assert hybrid.kinds["parameters"] == size // 2
+    # The sums of a part are summed again over the copies.
+    assert hybrid.collectives == {"all_gather": 2 * size, "reduce_scatter": size, "all_reduce": size // 2 + 8 * 7}
+
+
+def test_offloaded_shards_and_copies_of_messages_are_counted_on_request() -> None:
+    data = build()[1]
+    offloaded = plan_memory(FSDPTrainer(build()[0], cpu_offload=True), data, num_processes=4)
     assert not offloaded.kinds.keys() & {"parameters", "gradients", "optimizer"}
     assert "optimizer state are in the memory of the host" in offloaded.notes[0]
-    kept = plan_memory(FSDPTrainer(CASES["mlp"]()[0], reshard_after_forward=False), data, num_processes=4)
-    assert kept.collectives["all_gather"] == size
+    sharded = plan_memory(FSDPTrainer(build()[0]), data, num_processes=2)
+    copying = plan_memory(FSDPTrainer(build()[0]), data, num_processes=2, backend="gloo")
+    # Gloo copies the gradients of the largest block: a matrix of 256 rows, and its bias.
+    assert copying.kinds["messages"] == 4 * (256 * 256 + 256)
+    assert "messages" not in sharded.kinds
+    assert copying.peak > sharded.peak
+
+
+def test_a_process_of_a_group_cannot_plan_another_group() -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    trainer, data = build()
+    show_error = sys.excepthook
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        with pytest.raises(ConfigError, match="this process is in a process group already"):
+            plan_memory(DDPTrainer(trainer), data, num_processes=8)
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = show_error
 
 
 def test_devices_without_a_parallel_layer_are_reported() -> None:
-    plan = plan_memory(*CASES["mlp"](), num_processes=8)
+    plan = plan_memory(*build(), num_processes=8)
     assert (plan.num_processes, plan.collectives) == (1, {})
     assert plan.notes == ("the trainer has no DDPTrainer or FSDPTrainer: it uses 1 of 8 devices",)
 

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import runpy
 import sys
 import warnings
-import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed._composable_state import _module_state_mapping
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from dovetail.callbacks import Callbacks
+from dovetail.distributed import own_part
 from dovetail.errors import ConfigError
 from dovetail.printing import show_bytes
 from dovetail.trainers.base import Trainer
@@ -29,11 +28,12 @@ from dovetail.trainers.capabilities import DataParallel, ShardedDataParallel
 from dovetail.trainers.capabilities.deferred import is_deferred
 from dovetail.trainers.capabilities.sharded import replace_parameters
 from dovetail.trainers.decorators import TrainerDecorator
+from dovetail.trainers.memory_tracker import MemoryTracker, fake_group
 from dovetail.trainers.preserve_state import layers, own_callbacks, preserve_state
 from dovetail.units import Batches
 
 _FIXED = ("parameters", "buffers", "gradients", "optimizer", "buckets")
-KINDS = (*_FIXED, "batch", "activations", "temporary", "gathered")
+KINDS = (*_FIXED, "batch", "activations", "temporary", "gathered", "messages")
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,11 @@ class MemoryPlan:
     Attributes:
         kinds: The bytes at the peak, by kind: parameters, buffers, gradients, optimizer (its state), buckets (copies of
             the gradients that `DDPTrainer` sends), batch, activations (of the forward pass), temporary (of backward,
-            clipping and update, with recomputed activations) and gathered (the blocks of a sharded model that are
-            whole at that moment).
-        collectives: The bytes that a process gives to each collective operation per update.
+            clipping and update, with recomputed activations), gathered (the blocks of a sharded model that are
+            whole at that moment, and the buffers from which they are copied and in which their gradients are sent)
+            and messages (copies that gloo makes of a message).
+        collectives: The bytes that a process gives to each collective operation per update; for an `all_gather`, the
+            bytes of its result.
         num_processes: The number of processes.
         strategy: `one process`, `data parallel` or `sharded`.
         batch_size: Samples in the batch of one process.
@@ -87,19 +89,30 @@ class MemoryPlan:
 
 
 def plan_memory(
-    trainer: Trainer, train_data: Any = None, *, num_processes: int | None = None, memory: int | None = None
+    trainer: Trainer,
+    train_data: Any = None,
+    *,
+    num_processes: int | None = None,
+    memory: int | None = None,
+    backend: Literal["gloo"] | None = None,
 ) -> MemoryPlan:
     """Return the peak memory of a training step, without computing it.
 
-    Two accumulation windows run through the real loop with all layers, but with tensors that have no data. Weights,
-    optimizer, counters and random numbers do not change. Callbacks are not called, and nothing is written. Memory
-    inside of an operator (workspaces), of the CUDA context and of a fragmented allocator is not included.
+    Two accumulation windows run through the real loop with all layers, but with tensors that have no data. Of several
+    processes the first one runs, and the others do not exist (torch's fake process group). Weights, optimizer, counters
+    and random numbers do not change. Callbacks are not called, and nothing is written. Memory inside of an operator
+    (workspaces), of the CUDA context and of a fragmented allocator is not included.
 
     Args:
         trainer: The outermost layer. Its model may be on the device `meta`.
         train_data: Training data; None means the data that the trainer already has.
         num_processes: The number of processes of a `DDPTrainer` or `FSDPTrainer`; None means its own number.
         memory: The bytes of one device, for `fits`.
+        backend: "gloo" to include the copies that this backend makes of the messages of a sharded model, for processes
+            on CPUs. None means a backend that makes no copies, such as NCCL.
+
+    Raises:
+        ConfigError: The trainer has no model or no data, or several processes are planned in a process group.
 
     Example:
         >>> from dovetail.trainers import Trainer
@@ -123,36 +136,32 @@ def plan_memory(
         raise ConfigError(
             "plan: the memory of a mesh with 'tensor' cannot be planned yet; plan the same trainer without 'tensor'"
         )
-    tracker = _Tracker(size if sharded is not None else 1)
+    tracker = MemoryTracker(copies_messages=backend == "gloo")
     if sharded is not None and sharded.cpu_offload:
         tracker.host_kinds = frozenset({"parameters", "gradients", "optimizer", "update"})
         notes.append("the shards of parameters, gradients and optimizer state are in the memory of the host")
-    with preserve_state(trainer, train=train_data), _restore_tensors(context.model):
+    if sharded is not None and not is_deferred(context.model):
+        whole = show_bytes(sum(map(_size, context.model.parameters())))
+        notes.append(f"each process needs {whole} of the host's memory before the model is sharded")
+    with preserve_state(trainer, train=train_data), _restore_tensors(context.model, context.optimizers):
         window = context.run.window.size
         batches = list(islice(trainer.batches("train"), 2 * window))
         if not batches:
             raise ConfigError("plan: the training data has no batch")
-        # Two windows: the state of the optimizer exists in the second one.
-        context.run.data.update(train=[batches[number % len(batches)] for number in range(2 * window)], valid=None)
+        # Two windows: the state of the optimizer exists in the second one. Each process gets every n-th batch.
+        planned = [batches[number // size % len(batches)] for number in range(2 * window * size)]
+        context.run.data.update(train=planned, valid=None)
         context.callbacks = Callbacks(own_callbacks(context))
         context.progress.batch = context.progress.batches = 0
         batch_size = max(map(trainer.batch_length, batches))
-        if parallel is not None and sharded is None and size > 1:
-            tracker.now["buckets"] = sum(_size(it) for it in context.model.parameters() if it.requires_grad)
         tracker.batch_bytes = max(map(_bytes_of, batches))
-        layer = _Phases(trainer, tracker, sharded)
-        with warnings.catch_warnings(), tracker:
+        layer = _Phases(trainer, tracker, None if size == 1 else parallel)
+        with warnings.catch_warnings(), fake_group(size), tracker:
             warnings.simplefilter("ignore")
             layer.fit(max_length=Batches(2 * window), checkpoint_period=Batches(0))
-    if sharded is not None:
-        notes.append("blocks that torch gathers ahead, and gradients that it still sends, are not included")
-        if not is_deferred(context.model):
-            whole = show_bytes(sum(map(_size, context.model.parameters())))
-            notes.append(f"each process needs {whole} of the host's memory before the model is sharded")
     kinds = {kind: tracker.at_peak[kind] for kind in KINDS if tracker.at_peak[kind]}
-    collectives = _collectives(tracker, size, parallel, window)
     strategy = "one process" if size == 1 else "data parallel" if sharded is None else "sharded"
-    return MemoryPlan(kinds, collectives, size, strategy, batch_size, memory, tuple(notes))
+    return MemoryPlan(kinds, layer.collectives, size, strategy, batch_size, memory, tuple(notes))
 
 
 def plan_script(
@@ -212,126 +221,19 @@ class _Planned(BaseException):
         self.plan = plan
 
 
-class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Replaces all tensors by tensors without data, and counts the bytes of the storages that are alive.
-
-    Args:
-        num_shards: The number of processes that share parameters, gradients and the optimizer's state.
-    """
-
-    def __init__(self, num_shards: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.num_shards = num_shards
-        self.phase = "temporary"
-        self.batch_bytes = 0
-        # Kinds that are not in the memory of the device.
-        self.host_kinds: frozenset[str] = frozenset()
-        self.now: Counter[str] = Counter()
-        self.at_peak: Counter[str] = Counter()
-        self.gradient_bytes = self.gathered_twice = self.gathered_once = 0
-        self._peak = -1
-        self._fake = FakeTensorMode()
-        self._converted: list[Tensor] = []
-        # Storages of the flags that a gradient scaler reads.
-        self._overflow_flags: set[int] = set()
-        # By the address of a storage: its reference, kind and bytes.
-        self._storages: dict[int, tuple[Any, str, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READS:
-            return self._read(args[0])
-        if func is torch.ops.aten.equal.default:
-            return True
-        real: dict[int, Tensor] = {}
-
-        def convert(tensor: Tensor) -> Tensor:
-            if isinstance(tensor, FakeTensor):
-                return tensor
-            fake = self._fake.from_tensor(tensor)
-            real[id(fake)] = tensor
-            key = fake.untyped_storage()._cdata
-            if key not in self._storages:
-                # A batch, which is counted once, or a constant.
-                self.add(fake, "batch", 0)
-            return fake
-
-        args, kwargs = tree_map_only(Tensor, convert, (args, kwargs or {}))
-        if func is _CHECKS_OVERFLOW:
-            self._overflow_flags.add(args[1].untyped_storage()._cdata)
-        with self._fake:
-            outputs = func(*args, **kwargs)
-        for output in tree_leaves(outputs):
-            if isinstance(output, Tensor) and output.untyped_storage()._cdata not in self._storages:
-                size = output.untyped_storage().nbytes()
-                # The update of a shard needs a part of the memory.
-                self.add(output, self.phase, size // self.num_shards if self.phase == "update" else size)
-        self.note_peak()
-        # An operation in place must return the caller's tensor.
-        return tree_map_only(Tensor, lambda it: real.get(id(it), it), outputs)
-
-    def add(self, tensor: Tensor, kind: str, size: int | None = None) -> None:
-        """Count the storage of a tensor, or change its kind and bytes."""
-        # Without this mode, which would count the conversion.
-        with _disable_current_modes():
-            fake = tensor if isinstance(tensor, FakeTensor) else self._fake.from_tensor(tensor)
-        if fake is not tensor:
-            # The conversion is cached only while its result is in use.
-            self._converted.append(fake)
-        storage = fake.untyped_storage()
-        key, size = storage._cdata, storage.nbytes() if size is None else size
-        if key in self._storages:
-            reference, old_kind, old_size = self._storages[key]
-            self.now[old_kind] -= old_size
-        else:
-            reference = weakref.ref(storage, lambda _: self._remove(key))
-        self._storages[key] = (reference, kind, size)
-        self.now[kind] += size
-
-    def note_peak(self, extra: int = 0) -> None:
-        """Store the bytes by kind if they are the most so far; `extra` bytes are temporary."""
-        total = sum(self.now.values()) - sum(self.now[kind] for kind in self.host_kinds) + extra
-        # The latest of equal moments: the state of the optimizer has its kind by then.
-        if total >= self._peak:
-            self._peak = total
-            self.at_peak = Counter({kind: size for kind, size in self.now.items() if kind not in self.host_kinds})
-            self.at_peak["temporary"] += self.at_peak.pop("update", 0) + extra
-            self.at_peak["batch"] += self.batch_bytes
-
-    def restart(self) -> None:
-        """Forget the peak so far."""
-        self._peak = -1
-
-    def part(self, tensor: Tensor) -> int:
-        """Return the bytes of one process's shard of a parameter, which is divided by rows."""
-        if not tensor.ndim or self.num_shards == 1:
-            return tensor.numel() * tensor.element_size()
-        rows = -(-tensor.shape[0] // self.num_shards)
-        return rows * (tensor.numel() // max(1, tensor.shape[0])) * tensor.element_size()
-
-    def _read(self, tensor: Tensor) -> float:
-        """Return a value for a number that the host reads: a finite loss, the first step, one item, no overflow."""
-        if tensor.dtype is torch.bool:
-            return True
-        if not tensor.dtype.is_floating_point:
-            return 1
-        is_overflow = isinstance(tensor, FakeTensor) and tensor.untyped_storage()._cdata in self._overflow_flags
-        return 0.0 if is_overflow else 1.0
-
-    def _remove(self, key: int) -> None:
-        _, kind, size = self._storages.pop(key)
-        self.now[kind] -= size
-
-
 class _Phases(TrainerDecorator):
     """The outermost layer of a plan: it knows which verb runs, and so the kind of a new tensor."""
 
-    tracker: _Tracker
-    sharded: ShardedDataParallel | None
+    tracker: MemoryTracker
+    parallel: DataParallel | None
+    collectives: dict[str, int]
     _hooks: list[Any]
-    _moved: list[tuple[Tensor, Tensor]]
+    _nodes: list[Any]
+    _num_steps: int
 
-    def __init__(self, trainer: Trainer, tracker: _Tracker, sharded: ShardedDataParallel | None) -> None:
-        self.tracker, self.sharded, self._hooks, self._moved = tracker, sharded, [], []
+    def __init__(self, trainer: Trainer, tracker: MemoryTracker, parallel: DataParallel | None) -> None:
+        self.tracker, self.parallel, self.collectives = tracker, parallel, {}
+        self._hooks, self._nodes, self._num_steps = [], [], 0
         super().__init__(trainer)
 
     def setup(self) -> None:
@@ -341,28 +243,35 @@ class _Phases(TrainerDecorator):
         super().setup()
         parameters = list(model.parameters())
         # A model without data on the device `meta` has other parameters after it was moved.
-        self._moved = [(old, new) for old, new in zip(before, parameters, strict=True) if old is not new]
-        self._replace({id(old): new for old, new in self._moved})
+        moved = {id(old): new for old, new in zip(before, parameters, strict=True) if old is not new}
+        for optimizer in self.context.optimizers if moved else ():
+            replace_parameters(optimizer, moved)
         for parameter in parameters:
-            tracker.add(parameter, "parameters", tracker.part(parameter))
+            tracker.add(own_part(parameter), "parameters")
+            if parameter.requires_grad and not isinstance(self.parallel, ShardedDataParallel):
+                self._watch(parameter)
         for buffer in model.buffers():
             tracker.add(buffer, "buffers")
-        tracker.gradient_bytes = sum(map(_size, filter(_is_trained, parameters)))
-        if self.sharded is None:
-            for parameter in filter(_is_trained, parameters):
-                self._watch(parameter, self._note_gradient)
-        else:
-            self._watch_blocks(model)
         # The peak of a step, not of the setup.
         tracker.restart()
 
     def train_step(self, batch: Any) -> Mapping[str, Any]:
+        if self._num_steps == self.context.run.window.size:
+            self.tracker.sent.clear()
+        if self._num_steps == 0 and self.parallel is not None:
+            for exchange in self.parallel._exchanges.by_optimizer.values():
+                for bucket in exchange.buckets:
+                    self.tracker.add(bucket.flat, "buckets")
+        self._num_steps += 1
         with self._in("activations"):
             return super().train_step(batch)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         with self._in("temporary"):
             super().backward(loss, **kwargs)
+        if isinstance(self.parallel, ShardedDataParallel):
+            # Inside of a window, whole gradients of all blocks stay.
+            self.tracker.rename("temporary", "gradients")
 
     def clip_gradients(self, optimizer: Optimizer) -> None:
         with self._in("update"):
@@ -371,22 +280,20 @@ class _Phases(TrainerDecorator):
     def optimizer_step(self, optimizer: Optimizer) -> bool:
         with self._in("update"):
             done: bool = super().optimizer_step(optimizer)
-        for parameter, state in optimizer.state.items():
+        for state in optimizer.state.values():
             for value in state.values() if isinstance(state, Mapping) else (state,):
                 if isinstance(value, Tensor):
-                    is_part = value.shape == parameter.shape
-                    self.tracker.add(value, "optimizer", self.tracker.part(value) if is_part else None)
+                    self.tracker.add(own_part(value), "optimizer")
         return done
+
+    def after_step(self, output: Mapping[str, Any]) -> None:
+        super().after_step(output)
+        self.collectives = dict(self.tracker.sent)
 
     def teardown(self, error: BaseException | None) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._replace({id(new): old for old, new in self._moved})
         super().teardown(error)
-
-    def _replace(self, parameters: Mapping[int, Tensor]) -> None:
-        for optimizer in self.context.optimizers if parameters else ():
-            replace_parameters(optimizer, parameters)
 
     @contextmanager
     def _in(self, phase: str) -> Iterator[None]:
@@ -396,110 +303,45 @@ class _Phases(TrainerDecorator):
         finally:
             self.tracker.phase = before
 
-    def _watch(self, parameter: Any, hook: Callable[[Tensor], None]) -> None:
-        self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+    def _watch(self, parameter: Tensor) -> None:
+        """Count the gradient of a parameter as one as soon as it is complete."""
 
-    def _note_gradient(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        self.tracker.add(parameter.grad, "gradients")
+        def note(*_: Any) -> None:
+            # After an average, a gradient is a part of a bucket.
+            if parameter.grad is not None and self.tracker.kind_of(parameter.grad) != "buckets":
+                self.tracker.add(parameter.grad, "gradients")
 
-    def _watch_blocks(self, model: nn.Module) -> None:
-        """Count the blocks of a sharded model while they are gathered, and their gradients until they are sent."""
-        assert self.sharded is not None
-        owned: set[Tensor] = set()
-        reshards = self.sharded._reshard_after_forward
-        for module in (*self.sharded._choose_blocks(model), model):
-            own = [it for it in module.parameters() if it not in owned and it.ndim]
-            owned.update(own)
-            is_root = module is model
-            block = _Block(self, own, frees=not is_root if reshards is None else reshards)
-            self._hooks.append(module.register_forward_pre_hook(block.gather))
-            self._hooks.append(module.register_forward_hook(block.free_after_forward))
-            for parameter in filter(_is_trained, own):
-                self._watch(parameter, block.note_gradient)
-            size = sum(map(_size, own))
-            if block.frees:
-                self.tracker.gathered_twice += size
-            else:
-                self.tracker.gathered_once += size
-
-
-class _Block:
-    """A block of a sharded model.
-
-    Args:
-        layer: The layer of the plan.
-        parameters: The parameters that are gathered together.
-        frees: True if the block is freed after its forward.
-    """
-
-    def __init__(self, layer: _Phases, parameters: Sequence[Tensor], *, frees: bool) -> None:
-        self.frees = frees
-        self._layer, self._parameters = layer, parameters
-        self._size = sum(map(_size, parameters))
-        self._num_trained = sum(map(_is_trained, parameters))
-        self._num_done = 0
-        self._is_gathered = False
-
-    def gather(self, *_: Any) -> None:
-        tracker = self._layer.tracker
-        if not self._is_gathered:
-            self._is_gathered = True
-            # The shards arrive in one flat tensor and are copied into the parameters.
-            tracker.note_peak(2 * self._size)
-            tracker.now["gathered"] += self._size
-
-    def free_after_forward(self, *_: Any) -> None:
-        if self.frees:
-            self._free()
-
-    def note_gradient(self, parameter: Tensor) -> None:
-        self.gather()
-        assert parameter.grad is not None
-        tracker = self._layer.tracker
-        # Whole until it is sent.
-        tracker.add(parameter.grad, "gathered")
-        self._num_done += 1
-        if self._num_done < self._num_trained:
-            return
-        self._num_done = 0
-        self._free()
-        if self._layer.context.run.window.closes:
-            # The gradients are copied into one flat tensor, which is summed over the processes.
-            tracker.note_peak(self._size)
-            for each in self._parameters:
-                if each.grad is not None:
-                    tracker.add(each.grad, "gradients", tracker.part(each))
-
-    def _free(self) -> None:
-        if self._is_gathered:
-            self._is_gathered = False
-            self._layer.tracker.now["gathered"] -= self._size
-
-
-def _collectives(tracker: _Tracker, size: int, parallel: DataParallel | None, window: int) -> dict[str, int]:
-    if size == 1:
-        return {}
-    if not isinstance(parallel, ShardedDataParallel):
-        return {"all_reduce": tracker.gradient_bytes}
-    gathered = 2 * tracker.gathered_twice + tracker.gathered_once
-    return {"all_gather": gathered * window, "reduce_scatter": tracker.gradient_bytes}
+        # Not a hook of the parameter: `DDPTrainer` sends no gradient early that has other hooks.
+        with torch.enable_grad():
+            node: Any = parameter.expand_as(parameter).grad_fn
+        node = node.next_functions[0][0]
+        self._nodes.append(node)
+        self._hooks.append(node.register_hook(note))
 
 
 @contextmanager
-def _restore_tensors(model: nn.Module) -> Iterator[None]:
-    """Restore the parameters and buffers of a model: setup may move them, and would replace them by empty ones."""
-    saved = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
+def _restore_tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """Restore the tensors of a model and of its optimizers: setup may move, shard or replace them by empty ones."""
+    saved = [(module, type(module), _copy_of(module)) for module in model.modules()]
+    groups = [(optimizer, group, list(group["params"])) for optimizer in optimizers for group in optimizer.param_groups]
     try:
         yield
     finally:
-        for module, parameters, buffers in saved:
-            module._parameters.update(parameters)
-            module._buffers.update(buffers)
+        for module, kind, attributes in saved:
+            # FSDP changes the class of a module and adds hooks and attributes.
+            _module_state_mapping.pop(module, None)
+            module.__class__ = kind
+            vars(module).clear()
+            vars(module).update(attributes)
+        for optimizer, group, parameters in groups:
+            group["params"][:] = parameters
+            # It belongs to other parameters. The trainer restores its state.
+            optimizer.state.clear()
 
 
-def _is_trained(parameter: Tensor) -> bool:
-    return parameter.requires_grad
+def _copy_of(module: nn.Module) -> dict[str, Any]:
+    # The dictionaries of a module hold parameters, buffers, modules and hooks.
+    return {name: copy.copy(it) if isinstance(it, dict) else it for name, it in vars(module).items()}
 
 
 def _size(tensor: Tensor) -> int:
@@ -508,7 +350,3 @@ def _size(tensor: Tensor) -> int:
 
 def _bytes_of(batch: Any) -> int:
     return sum(_size(it) for it in tree_leaves(batch) if isinstance(it, Tensor))
-
-
-_READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default}
-_CHECKS_OVERFLOW = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default

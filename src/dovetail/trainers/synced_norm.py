@@ -66,7 +66,7 @@ class _SyncedForward:
         self._module = module
         self._sync = sync
         # Not as a decorator of the method: this function imports a compiler, which takes a second.
-        self._compute = torch.compiler.disable(self._normalize)
+        self._compute = torch.compiler.disable(self._normalize)  # type: ignore[no-untyped-call]  # torch has no types
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _SyncedForward:
         # The copy of a model, such as an average of its weights, has the same group and its own module.

@@ -327,7 +327,11 @@ class Bucket:
         return all(
             # A hook that the user registered may run after the hook of the exchange.
             len(parameter._post_accumulate_grad_hooks or ()) == 1
-            and (gradient is None or (not gradient.is_sparse and gradient.data_ptr() != part.data_ptr()))
+            # Not by addresses: tensors of a memory plan have none.
+            and (
+                gradient is None
+                or (not gradient.is_sparse and gradient.untyped_storage()._cdata != part.untyped_storage()._cdata)
+            )
             for parameter, gradient, part in zip(self.parameters, map(_GRAD, self.parameters), self.parts, strict=True)
         )
 
@@ -335,7 +339,9 @@ class Bucket:
         """Copy gradients that are parts of this bucket, because the bucket may have to be filled a second time."""
         for parameter, part in zip(self.parameters, self.parts, strict=True):
             gradient = parameter.grad
-            if gradient is not None and not gradient.is_sparse and gradient.data_ptr() == part.data_ptr():
+            if gradient is None or gradient.is_sparse:
+                continue
+            if gradient.untyped_storage()._cdata == part.untyped_storage()._cdata:
                 parameter.grad = gradient.clone()
 
     def note_gradients(self) -> None:
