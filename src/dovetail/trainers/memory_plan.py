@@ -132,10 +132,6 @@ def plan_memory(
         notes.append(f"the trainer has no DDPTrainer or FSDPTrainer: it uses 1 of {size} devices")
         size = 1
     sharded = parallel if isinstance(parallel, ShardedDataParallel) and size > 1 else None
-    if sharded is not None and (sharded._mesh_sizes or {}).get("tensor", 1) != 1:
-        raise ConfigError(
-            "plan: the memory of a mesh with 'tensor' cannot be planned yet; plan the same trainer without 'tensor'"
-        )
     tracker = MemoryTracker(copies_messages=backend == "gloo")
     if sharded is not None and sharded.cpu_offload:
         tracker.host_kinds = frozenset({"parameters", "gradients", "optimizer", "update"})

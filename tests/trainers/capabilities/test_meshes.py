@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from dovetail.errors import ConfigError
@@ -65,7 +66,14 @@ def test_explain_shows_the_coordinates_of_the_mesh() -> None:
     assert "mesh" not in str(trainer().explain())
 
 
-def test_a_memory_plan_of_tensor_parallelism_is_rejected() -> None:
-    sharded = FSDPTrainer(trainer(), mesh={"shard": -1, "tensor": 2}, num_processes=4)
-    with pytest.raises(ConfigError, match="plan: the memory of a mesh with 'tensor' cannot be planned yet"):
-        plan_memory(sharded, [])
+def test_a_memory_plan_divides_the_tensors_of_a_mesh() -> None:
+    model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256))
+    plan = {"0": "colwise", "2": "rowwise"}
+    core = Trainer(model, "cpu", batch_size=16, criterion=nn.MSELoss(), verbose=False)
+    sharded = FSDPTrainer(core, mesh={"tensor": 2}, parallelize=plan, num_processes=2)
+    found = plan_memory(sharded, (torch.zeros(64, 256), torch.zeros(64, 256)))
+    # Each process has half of both matrices and of the first bias, and the whole second bias.
+    assert found.kinds["parameters"] == 4 * (256 * 1024 + 1024 // 2 + 256)
+    # The processes add the outputs of the second layer, of 16 samples, and a few counts.
+    assert 0 <= found.collectives["all_reduce"] - 4 * 16 * 256 < 100
+    assert type(model[0].weight) is nn.Parameter
