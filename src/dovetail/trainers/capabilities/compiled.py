@@ -156,11 +156,12 @@ class Compiled(Capability):
                     self._step.start_run(is_among_many=context.run.is_one_of_many)
             return
         try:
-            check_compiler()
+            if self._backend == "inductor":
+                check_compiler()
         except CannotCompileError as cause:
             self._warn_once(_EAGER.format(cause))
         else:
-            _compile_in_place(model)
+            _compile_in_place(model, "inductor" if self._backend == "inductor" else "aot_eager")
 
     def batches(self, stage: Stage) -> Iterable[Any]:
         """Return the batches; in training, read as many at a time as one call needs."""
@@ -500,12 +501,12 @@ _KNOWN = frozenset(
 )
 
 
-def _compile_in_place(model: nn.Module) -> None:
+def _compile_in_place(model: nn.Module, backend: str) -> None:
     """Compile a module in place, like `module.compile()`, so that the keys of its state do not change."""
     if model._compiled_call_impl is None:
         call: Any = model._call_impl
         # A wrapper of ours: Dynamo skips the call of a plain `nn.Sequential`, because torch defines it.
-        model._compiled_call_impl = torch.compile(lambda *args, **kwargs: call(*args, **kwargs))
+        model._compiled_call_impl = torch.compile(lambda *args, **kwargs: call(*args, **kwargs), backend=backend)
 
 
 class _NoVerbs:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 # The number of graphs that a process keeps; those that were used last are kept.
@@ -77,15 +76,3 @@ def _frozen(value: Any) -> Hashable:
     if isinstance(value, dict):
         return dict, *((name, _frozen(each)) for name, each in value.items())
     return type(value), value
-
-
-def settings_of_torch() -> tuple[Any, ...]:
-    """Return the global settings that change what a trace or its compiled code computes."""
-    return (
-        torch.get_default_dtype(),
-        torch.get_num_threads(),
-        torch.get_float32_matmul_precision(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.backends.mkldnn.enabled,
-        torch.backends.mha.get_fastpath_enabled(),
-    )
