@@ -390,7 +390,7 @@ class OwnClipping(Trainer):
 
 
 def both(model: Any) -> list[Any]:
-    return [torch.optim.Muon([model[0].weight], lr=0.01), Adam([model[0].bias, *model[3].parameters()], lr=0.01)]
+    return [torch.optim.NAdam([model[0].weight], lr=0.01), Adam([model[0].bias, *model[3].parameters()], lr=0.01)]
 
 
 Half: Any = Trainer.add_on(MixedPrecision)
@@ -429,13 +429,12 @@ def test_a_graph_with_gradients_outside_of_it_equals_eager_training(
     assert compiled.context.progress == eager.context.progress
     if settings.get("precision") == "fp16":
         assert 0 < eager.context.progress.updates < eager.context.progress.batches
-    tolerance = 2e-3 if settings.get("optimizer") is both else 5e-6
     for found, due in (
         (list(compiled.history.losses), list(eager.history.losses)),
         (compiled.model.state_dict(), eager.model.state_dict()),
         (norms, expected),
     ):
-        torch.testing.assert_close(found, due, rtol=0, atol=tolerance)
+        torch.testing.assert_close(found, due, rtol=0, atol=5e-6)
 
 
 @pytest.mark.torture
@@ -451,17 +450,51 @@ def test_two_compiled_graphs_of_an_update_equal_eager_training(problem: Problem)
     torch.testing.assert_close(compiled.model.state_dict(), eager.model.state_dict(), rtol=0, atol=5e-6)
 
 
-@pytest.mark.torture
-@needs_compiler
-@pytest.mark.slow
-def test_a_compiled_bfloat16_step_is_near_the_eager_one(problem: Problem) -> None:
-    compiled, eager = (make(problem, it, precision="bf16") for it in (Half.add_on(Compiled), Half))
-    for trainer in (compiled, eager):
-        torch.manual_seed(2)
-        trainer.fit(problem.batches, max_length=Epochs(2))
-    assert compiled.graphs == 1
-    # The compiler rounds to eight bits less often.
-    torch.testing.assert_close(list(compiled.history.losses), list(eager.history.losses), rtol=3e-2, atol=3e-2)
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=[*COMPILED, torture])])
+def test_a_graph_in_bfloat16_is_at_most_twice_as_inexact_as_eager_training(problem: Problem, backend: str) -> None:
+    def losses(kind: Any, dtype: torch.dtype = torch.float32, **settings: Any) -> torch.Tensor:
+        torch.manual_seed(1)
+        # Without dropout, whose masks depend on the type.
+        model = problem.model(dtype=dtype)
+        trainer = kind(model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.05), verbose=False, **settings)
+        trainer.fit([(x.to(dtype), y) for x, y in problem.batches], max_length=Epochs(2))
+        assert kind is Trainer or kind is Half or trainer.graphs == 1
+        return torch.tensor(list(trainer.history.losses), dtype=torch.float64)
+
+    exact = losses(Trainer, torch.float64)
+    eager = losses(Half, precision="bf16")
+    graph = losses(Half.add_on(Compiled), precision="bf16", backend=backend)
+    assert 0 < (graph - exact).norm() <= 2 * (eager - exact).norm()
+
+
+class Scaled(Trainer):
+    factor = 1.0
+
+    def train_step(self, batch: Any) -> Mapping[str, Any]:
+        return {"loss": self.factor * super().train_step(batch)["loss"]}
+
+
+class Rescales(Callback):
+    def on_epoch_start(self, context: Any) -> None:
+        Scaled.factor = 1.0 if context.progress.epoch == 0 else 1.01
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=[*COMPILED, torture])])
+def test_a_loss_that_changes_by_one_percent_is_detected_in_bfloat16(
+    problem: Problem, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Scaled, "factor", 1.0)
+    kind: Any = Scaled.add_on(MixedPrecision)
+    compiled = make(problem, kind.add_on(Compiled), precision="bf16", backend=backend, callbacks=[Rescales()])
+    eager = make(problem, kind, precision="bf16", callbacks=[Rescales()])
+    torch.manual_seed(2)
+    with pytest.warns(UserWarning, match="changes from call to call"):
+        compiled.fit(problem.batches[:4], max_length=Epochs(2))
+    torch.manual_seed(2)
+    eager.fit(problem.batches[:4], max_length=Epochs(2))
+    torch.testing.assert_close(
+        compiled.model.state_dict(), eager.model.state_dict(), rtol=0, atol=5e-6 if backend == "eager" else 1e-2
+    )
 
 
 def test_a_window_in_which_only_some_batches_have_a_graph_equals_eager(problem: Problem) -> None:

@@ -26,6 +26,7 @@ class Code:
         fixed: Outputs that are not tensors.
         sizes: The numbers of samples that the graph supports, if it supports several.
         library: The file of the compiled code, if it has one.
+        plain: Like `call`, but calls the operations of the graph one by one; None if it is not needed or unknown.
         constants: Tensors that were found in neither modules nor batch; code with such tensors is not shared.
     """
 
@@ -37,6 +38,7 @@ class Code:
     sizes: frozenset[int] = frozenset()
     constants: tuple[Tensor, ...] = ()
     library: Path | None = None
+    plain: Callable[..., Any] | None = None
 
 
 def find_shared(key: Any) -> Code | None:
