@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 from dovetail.callbacks import Callback
 from dovetail.errors import ConfigError
-from dovetail.trainers import CompiledTrainer, DDPTrainer, Trainer
+from dovetail.trainers import CompiledTrainer, DDPTrainer, FSDPTrainer, Trainer
 from dovetail.trainers.capabilities.compiled import Compiled
 from dovetail.trainers.capabilities.mixed_precision import MixedPrecision
 from dovetail.trainers.composable import ComposableTrainer
@@ -539,6 +539,48 @@ def test_two_processes_with_graphs_make_the_updates_of_one(problem: Problem, acc
 
     one = train(16, lambda trainer: trainer)
     two = train(8, lambda trainer: DDPTrainer(CompiledTrainer(trainer, backend="eager"), num_processes=2))
+    torch.testing.assert_close(two.model.state_dict(), one.model.state_dict(), rtol=0, atol=1e-10)
+
+
+class CountsGraphs(Callback):
+    """Raises in a process in which Dynamo has compiled nothing."""
+
+    def on_train_start(self, context: Any) -> None:
+        from torch._dynamo.utils import counters
+
+        counters.clear()
+
+    def on_train_end(self, context: Any) -> None:
+        from torch._dynamo.utils import counters
+
+        if not counters["stats"]["unique_graphs"]:
+            raise RuntimeError("no graph")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forking")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_two_processes_with_a_compiled_sharded_model_make_the_updates_of_one(problem: Problem) -> None:
+    def train(batch_size: int, wrap: Callable[[Any], Any]) -> Any:
+        trainer = Trainer(
+            problem.model(dtype=torch.float64),
+            "cpu",
+            optimizer=partial(Adam, lr=0.01),
+            batch_size=batch_size,
+            gradient_clip=0.5,
+            callbacks=[CountsGraphs()] if batch_size == 8 else [],
+            drop_last=False,
+            verbose=False,
+            seed=1,
+        )
+        wrapped = wrap(trainer)
+        wrapped.fit((problem.x.double(), problem.y), max_length=Epochs(2))
+        return wrapped
+
+    def shard(trainer: Any) -> Any:
+        return FSDPTrainer(CompiledTrainer(trainer, mode="model", backend="eager"), num_processes=2)
+
+    one, two = train(16, lambda trainer: trainer), train(8, shard)
     torch.testing.assert_close(two.model.state_dict(), one.model.state_dict(), rtol=0, atol=1e-10)
 
 
