@@ -150,6 +150,19 @@ def test_a_whole_step_run_equals_eager_training_in_all_state(
     assert_near(train(whole), train(eager_step))
 
 
+@TRACED_OR_COMPILED
+def test_the_update_of_a_large_parameter_equals_the_eager_one(problem: Problem, whole: Any) -> None:
+    """Some numbers are stored once for a large parameter, and computed again for the elements of a small one."""
+
+    def train(kind: Any) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 400), nn.Linear(400, 8))
+        optimizer = AdamW(model.parameters(), lr=0.01, amsgrad=True)
+        return run(kind(model, optimizer), problem.batches), model.state_dict(), optimizer.state_dict()
+
+    assert_near(train(whole), train(eager_step))
+
+
 # Every optimizer of torch whose own update is traced, with all of its terms.
 TRACED: dict[str, Callable[..., Optimizer]] = {
     "RMSprop": partial(torch.optim.RMSprop, momentum=0.9, centered=True, weight_decay=0.1),
