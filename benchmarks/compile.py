@@ -15,11 +15,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 import loop
-from dovetail import Batches
+from dovetail import Batches, Epochs
 from dovetail.trainers import CompiledTrainer, Trainer
 from loop import AGAIN, COMPILED, HAND, OFF, SEVERAL, WORKLOADS
 from report import Row, Section, Table, parser
@@ -45,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     section = Section(
         "compile",
         "Compilation",
-        "`CompiledTrainer` against the hand-written loop and against the same trainer without a graph, on three "
+        "`CompiledTrainer` against the hand-written loop and against the same trainer without a graph, on four "
         "workloads of [the loop](#the-loop). Graphs are there before the clock starts.",
         is_quick=options.quick,
     )
@@ -61,10 +63,64 @@ def main(arguments: list[str] | None = None) -> int:
         judged = loop.Workload(**{**vars(workload), "bars": bars, "within_noise": False})
         results, missing = loop.measure(judged, contestants, workload.repeats[options.quick], options.quick)
         section.add(loop.tabulate(judged, results, missing))
+    if not options.workload or "transformer" in options.workload:
+        section.add(floor(1 if options.quick else 7))
     if not options.workload:
         section.add(making(STEPS_PER_CALL[: 1 if options.quick else None], 1 if options.quick else 2))
     section.save(options)
     return 0
+
+
+def floor(repeats: int) -> Table:
+    """Return where a step of the transformer spends its time: a graph calls products and random numbers as they are."""
+    workload = next(workload for workload in WORKLOADS if workload.name == "transformer")
+    trainers: dict[str, Any] = {}
+    for name in ("eager", "graph"):
+        job = workload.job(OFF, quick=False)
+        plain = Trainer(
+            job.model,
+            "cpu",
+            optimizer=job.optimizer,
+            criterion=job.criterion,
+            gradient_clip=job.clip,
+            nonfinite="ignore",
+            verbose=False,
+        )
+        trainers[name] = plain if name == "eager" else CompiledTrainer(plain)
+        trainers[name].fit(job.train, max_length=Epochs(1))
+    samples: dict[str, list[float]] = {}
+    for number in range(repeats):
+        for name, trainer in trainers.items():
+            for part, milliseconds in _parts(trainer, job.train, number + 2).items():
+                samples.setdefault(f"{name}, {part}", []).append(milliseconds)
+    return Table(
+        "Where a step of the transformer spends its time",
+        "ms per step",
+        [Row(name, values) for name, values in samples.items()],
+        form="{:.1f}",
+        note=f"{repeats} interleaved rounds of {len(job.train)} steps, under torch's profiler.",
+        is_drawn=False,
+    )
+
+
+def _parts(trainer: Any, batches: Any, epochs: int) -> dict[str, float]:
+    """Return the milliseconds per step of one more epoch: products of matrices, random numbers, and the rest."""
+    started = time.perf_counter()
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        trainer.fit(batches, max_length=Epochs(epochs))
+        seconds = time.perf_counter() - started
+    spent = {"products of matrices": 0.0, "random numbers": 0.0}
+    for event in found.key_averages():
+        operation = event.key.removeprefix("aten::").partition(".")[0]
+        for part, operations in (("products of matrices", _PRODUCTS), ("random numbers", _DRAWS)):
+            if operation in operations:
+                spent[part] += event.self_cpu_time_total / 1e6
+    spent["all else"] = seconds - sum(spent.values())
+    return {part: 1e3 * value / len(batches) for part, value in spent.items()}
+
+
+_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mkl_linear", "_mkl_linear"})
+_DRAWS = frozenset({"bernoulli_", "bernoulli", "native_dropout", "uniform_"})
 
 
 def making(sizes: tuple[int, ...], repeats: int) -> Table:

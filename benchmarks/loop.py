@@ -364,7 +364,7 @@ WORKLOADS = (
         num_batches=(10, 2),
         epochs=2,
         repeats=(7, 2),
-        bars={OFF: 1.00, DEFAULT: 1.00},
+        bars={OFF: 1.00, DEFAULT: 1.00, COMPILED: 1.00},
         within_noise=True,
     ),
     Workload(

@@ -21,6 +21,7 @@ from dovetail.trainers import CompiledTrainer
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.strategies import LossCriterionStrategy, SGDOptimizerStrategy, ShuffleDataLoaderStrategy
+from dovetail.trainers.whole_step import Backend
 
 pytestmark = pytest.mark.usefixtures("compiler_cache")
 
@@ -104,14 +105,18 @@ def test_the_calls_per_client_do_not_grow_with_the_number_of_clients() -> None:
 # ------------------------------------------------------------------ one graph for all clients
 
 
-@pytest.mark.torture
-@needs_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize("steps_per_call", [pytest.param(1, marks=pytest.mark.torture), 2])
-def test_compiled_clients_share_one_graph_and_equal_eager_ones(steps_per_call: int) -> None:
+COMPILED = [needs_compiler, pytest.mark.slow, pytest.mark.torture]
+
+
+@pytest.mark.parametrize(
+    ("backend", "steps_per_call"),
+    [("eager", 1), ("eager", 2), *(pytest.param("inductor", number, marks=COMPILED) for number in (1, 2))],
+)
+def test_compiled_clients_share_one_graph_and_equal_eager_ones(backend: Backend, steps_per_call: int) -> None:
     model, data = make_model(), Sizes(40, 19, 7, 33, 8, 27)
     eager = make_client(data, model, make_trainer())
-    compiled = make_client(data, model, CompiledTrainer(make_trainer(), steps_per_call=steps_per_call))
+    layered = CompiledTrainer(make_trainer(), steps_per_call=steps_per_call, backend=backend)
+    compiled = make_client(data, model, layered)
     for client_id in range(1, data.num_clients + 1):
         expected, found = ask(eager, model, client_id), ask(compiled, model, client_id)
         torch.testing.assert_close(found.delta, expected.delta, rtol=0, atol=1e-5)
@@ -120,19 +125,16 @@ def test_compiled_clients_share_one_graph_and_equal_eager_ones(steps_per_call: i
     assert trainer.graphs == 1
 
 
-@needs_compiler
-@pytest.mark.slow
-def test_a_compiled_client_does_not_depend_on_earlier_clients() -> None:
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=COMPILED)])
+def test_a_compiled_client_does_not_depend_on_earlier_clients(backend: Backend) -> None:
     model, data = make_model(), Sizes(40, 19, 33, 27)
-    client = make_client(data, model, CompiledTrainer(make_trainer(num_epochs=10)))
+    client = make_client(data, model, CompiledTrainer(make_trainer(num_epochs=10), backend=backend))
     forward = {client_id: ask(client, model, client_id).delta for client_id in (1, 2, 3, 4)}
-    other = make_client(data, model, CompiledTrainer(make_trainer(num_epochs=10)))
+    other = make_client(data, model, CompiledTrainer(make_trainer(num_epochs=10), backend=backend))
     for client_id in (4, 2, 1, 3, 2):
         torch.testing.assert_close(ask(other, model, client_id).delta, forward[client_id], rtol=0, atol=0)
 
 
-@needs_compiler
-@pytest.mark.slow
 def test_a_graph_reads_the_per_client_tensors_of_a_strategy() -> None:
     class NearTheStart(LossCriterionStrategy):
         """Cross entropy, and the distance from the initial weights of the run."""
@@ -151,7 +153,7 @@ def test_a_graph_reads_the_per_client_tensors_of_a_strategy() -> None:
             value.add_(1e-2)
     data = Sizes(40, 24)
     eager = make_client(data, first, make_trainer(loss_strategy=NearTheStart()))
-    compiled = make_client(data, first, CompiledTrainer(make_trainer(loss_strategy=NearTheStart())))
+    compiled = make_client(data, first, CompiledTrainer(make_trainer(loss_strategy=NearTheStart()), backend="eager"))
     for model, client_id in ((first, 1), (second, 2), (first, 2)):
         expected, found = ask(eager, model, client_id), ask(compiled, model, client_id)
         torch.testing.assert_close(found.delta, expected.delta, rtol=0, atol=1e-6)
@@ -159,9 +161,6 @@ def test_a_graph_reads_the_per_client_tensors_of_a_strategy() -> None:
     assert trainer.graphs == 1
 
 
-@pytest.mark.torture
-@needs_compiler
-@pytest.mark.slow
 def test_a_tensor_with_an_unknown_holder_makes_later_clients_eager() -> None:
     weight = torch.tensor([1.0, 2.0, 3.0])
 
@@ -169,7 +168,7 @@ def test_a_tensor_with_an_unknown_holder_makes_later_clients_eager() -> None:
         return nn.functional.cross_entropy(outputs, labels, weight)
 
     model, data = make_model(), Sizes(24, 24)
-    client = make_client(data, model, CompiledTrainer(make_trainer(loss_strategy=weighted)))
+    client = make_client(data, model, CompiledTrainer(make_trainer(loss_strategy=weighted), backend="eager"))
     ask(client, model, 1)
     with pytest.warns(UserWarning, match="model, batch and strategies do not have in the same form"):
         ask(client, model, 2)
@@ -182,23 +181,17 @@ class Steeper(Callback):
         context.model[1].negative_slope = 0.5 if context.client_id % 2 == 0 else 0.01
 
 
-@pytest.mark.torture
-@needs_compiler
-@pytest.mark.slow
 def test_a_layer_changed_for_a_client_is_detected_every_time() -> None:
     torch.manual_seed(0)
     model, data = nn.Sequential(nn.Linear(4, 5), nn.LeakyReLU(), nn.Linear(5, 3)), Sizes(24, 24)
     eager = make_client(data, model, make_trainer(callbacks=[Steeper()]))
-    compiled = make_client(data, model, CompiledTrainer(make_trainer(callbacks=[Steeper()])))
+    compiled = make_client(data, model, CompiledTrainer(make_trainer(callbacks=[Steeper()]), backend="eager"))
     with pytest.warns(UserWarning, match="changes from call to call"):
         found = [ask(compiled, model, client_id).delta for client_id in (1, 2, 2, 1, 2)]
     expected = [ask(eager, model, client_id).delta for client_id in (1, 2, 2, 1, 2)]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.torture
-@needs_compiler
-@pytest.mark.slow
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_step_of_known_strategies_is_checked_only_for_the_first_client(is_known: bool) -> None:
     def somebodys(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -206,7 +199,7 @@ def test_a_step_of_known_strategies_is_checked_only_for_the_first_client(is_know
 
     model, data = make_model(), Sizes(24, 24)
     settings = {} if is_known else {"loss_strategy": somebodys}
-    client = make_client(data, model, CompiledTrainer(make_trainer(**settings)))
+    client = make_client(data, model, CompiledTrainer(make_trainer(**settings), backend="eager"))
     ask(client, model, 1)
     found = code_called(lambda: ask(client, model, 2))
     assert found[nn.Linear.forward.__code__] == (0 if is_known else 2)

@@ -104,13 +104,9 @@ def under(layer: Callable[..., Any], **settings: Any) -> Callable[[], Callable[[
         pytest.param(AutoBatchTrainer, {}, id="auto batch, all fit"),
         # Seven verbs and the data, each of which is one call more.
         pytest.param(TimedTrainer, {}, id="timed"),
-        pytest.param(CompiledTrainer, {}, marks=[needs_compiler, pytest.mark.slow], id="compiled"),
-        pytest.param(
-            CompiledTrainer,
-            {"steps_per_call": 2},
-            marks=[needs_compiler, pytest.mark.slow, pytest.mark.torture],
-            id="compiled, two per call",
-        ),
+        pytest.param(CompiledTrainer, {"backend": "eager"}, id="traced"),
+        pytest.param(CompiledTrainer, {"backend": "eager", "steps_per_call": 2}, id="traced, two per call"),
+        pytest.param(CompiledTrainer, {}, marks=[needs_compiler, pytest.mark.slow, pytest.mark.torture], id="compiled"),
     ],
 )
 def test_a_layer_makes_at_most_8_more_python_calls_per_step(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import relu
 from torch.optim import RMSprop
 
+from dovetail.errors import ConfigError
 from dovetail.trainers import CompiledTrainer, Trainer
 from dovetail.trainers.whole_step.sharing import _SHARED, Code, find_shared, share
 from dovetail.trainers.whole_step.stored import load_code, store_code
@@ -126,14 +128,15 @@ def make_plain(problem: Problem) -> Any:
 def test_stored_code_replaces_trace_and_compiler_in_a_safe_folder(
     problem: Problem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torch._inductor import config
+    from torch._inductor import cpp_builder
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     _SHARED.clear()
     first, second, third = (make_plain(problem) for _ in range(3))
     first.fit(problem.batches, max_length=Epochs(1))
     # From here on only what is on disk can be used.
-    monkeypatch.setattr(config.cpp, "cxx", ("/nowhere/g++",))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    cpp_builder.cpp_compiler_search.cache_clear()
     _SHARED.clear()
     second.fit(problem.batches, max_length=Epochs(1))
     assert second.graphs == 1
@@ -157,6 +160,45 @@ def test_damaged_stored_code_is_ignored(tmp_path: Path, monkeypatch: pytest.Monk
     (facts,) = (tmp_path / "dovetail").glob("*.json")
     facts.write_text("[", encoding="utf-8")
     assert load_code(["step"]) is None
+
+
+def test_stored_code_that_was_not_used_for_longest_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("DOVETAIL_COMPILE_CACHE_GB", "25e-7")
+    library = tmp_path / "library.so"
+    library.write_bytes(bytes(1000))
+    stored: list[set[Path]] = []
+    for number in range(4):
+        store_code(["step", number], Code(print, (True,), names=("loss",), library=library))
+        stored.append(set((tmp_path / "dovetail").iterdir()))
+        # The second one is used less recently than the first one.
+        for path in stored[number] - stored[number - 1] if number else stored[0]:
+            os.utime(path, (0, 10 - number))
+    assert [len(files) for files in stored] == [2, 4, 4, 4]
+    assert stored[0] < stored[1]
+    assert stored[1] & stored[2] == stored[0]
+    assert stored[2] & stored[3] == stored[0]
+
+    monkeypatch.setenv("DOVETAIL_COMPILE_CACHE_GB", "much")
+    with pytest.raises(ConfigError, match=r"DOVETAIL_COMPILE_CACHE_GB: expected a number of gigabytes.*got 'much'"):
+        store_code(["step", 4], Code(print, (True,), names=("loss",), library=library))
+
+
+def test_a_changed_setting_of_the_compiler_gets_its_own_code(problem: Problem) -> None:
+    from torch._inductor import config
+
+    _SHARED.clear()
+    train(problem, compiled, {})
+    with config.patch({"cpp.simdlen": 256}):
+        train(problem, compiled, {})
+    assert len(_SHARED) == 2
+    # Threads of the compiler do not change its code. A setting that was reset is not a change.
+    with config.patch(compile_threads=7):
+        train(problem, compiled, {})
+    assert len(_SHARED) == 2
+    with config.patch(post_grad_custom_pre_pass=lambda graph: None):
+        train(problem, compiled, {})
+    assert len(_SHARED) == 2
 
 
 @pytest.mark.parametrize("key", [[Model], [relu, lambda it: it], [object()], None])

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dovetail.trainers.base import Trainer
+from dovetail.trainers.capabilities.sharded import ShardedDataParallel
 from dovetail.trainers.capabilities.timed import Timed
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.precision import Precision
@@ -31,6 +32,8 @@ def graph_obstacle(context: TrainingContext, trainer: Trainer, compiled: type[An
         return f"the optimizer {type(context.optimizers[0]).__name__} evaluates the loss itself"
     if len(context.run.phases) > 1 or context.run.phase_at(context.progress.epoch).is_detached:
         return "the run has phases, which train different parameters"
+    if ShardedDataParallel in trainer._customized_by("backward"):
+        return "ShardedDataParallel gathers weights while a step runs; mode='model' compiles its blocks"
     first = next(cls for cls in trainer._customized_by("train_step") if cls is not Timed)
     if first is not compiled:
         return f"{first.__name__} changes what train_step returns; put it inside"

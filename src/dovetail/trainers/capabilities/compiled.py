@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from itertools import islice
 from typing import Any, Literal, cast
@@ -24,6 +24,7 @@ from dovetail.trainers.capabilities.compile_limits import (
     split_reason,
     trained_by,
 )
+from dovetail.trainers.capabilities.compile_module import compile_module
 from dovetail.trainers.capabilities.core import Capability
 from dovetail.trainers.capabilities.data_parallel import DataParallel
 from dovetail.trainers.capabilities.timed import Timed
@@ -39,6 +40,7 @@ from dovetail.trainers.strategies.loss_criterion import (
 )
 from dovetail.trainers.strategies.training_step import DefaultTrainingStepStrategy
 from dovetail.trainers.whole_step import (
+    SHARP,
     Backend,
     CannotCompileError,
     GradientBuffers,
@@ -103,6 +105,8 @@ class Compiled(Capability):
     _is_eager: bool
     # True if each call makes only one step, although more were requested.
     _is_one_by_one: bool
+    # Removes compiled functions from a model at the end of the run.
+    _undo: Callable[[], None] | None
     # Warnings that were already given.
     _warned: set[str]
 
@@ -128,7 +132,7 @@ class Compiled(Capability):
         self._backend = backend
         self._steps_per_call = steps_per_call
         self._waiting, self._coming = [], deque()
-        self._step = self._restored = self._epoch = self._causes = self._buffers = self._built_for = None
+        self._step = self._restored = self._epoch = self._causes = self._buffers = self._built_for = self._undo = None
         self._updates = {}
         self._is_eager = self._is_one_by_one = self._is_plain = False
         self._warned = set()
@@ -140,27 +144,18 @@ class Compiled(Capability):
         return 0 if self._step is None else self._step.num_graphs
 
     def setup(self) -> None:
-        """Compile the module, in `model` mode."""
+        """Prepare a run: nothing is compiled before the first step."""
         super().setup()
-        context, model = self.context, self.context.model
+        context = self.context
         self._epoch, self._is_one_by_one = None, False
-        self._is_eager = self._compiles == "model" or context.run.is_trial
-        if context.stage != "train" or model is None:
-            return
-        if self._compiles == "step":
+        self._is_eager = context.run.is_trial
+        if context.stage == "train" and self._compiles == "step" and context.model is not None:
             self._causes = None
             if context.progress.batches == 0:
                 self._restored = None
                 if self._step is not None:
                     # One of many runs must compute the same bits after any other run.
                     self._step.start_run(is_among_many=context.run.is_one_of_many)
-            return
-        try:
-            check_compiler()
-        except CannotCompileError as cause:
-            self._warn_once(_EAGER.format(cause))
-        else:
-            _compile_in_place(model)
 
     def batches(self, stage: Stage) -> Iterable[Any]:
         """Return the batches; in training, read as many at a time as one call needs."""
@@ -179,6 +174,10 @@ class Compiled(Capability):
     def train_step(self, batch: Any) -> Mapping[str, Any]:
         """Make a whole update with a graph, or return the loss for an eager update."""
         context = self.context
+        if not self._is_eager and self._compiles == "model":
+            # All layers have changed the model by now.
+            self._is_eager = True
+            self._compile_model()
         if self._is_eager:
             return super().train_step(batch)
         try:
@@ -224,7 +223,7 @@ class Compiled(Capability):
         return super().optimizer_step(optimizer)
 
     def teardown(self, error: BaseException | None) -> None:
-        """Count the updates of the last call that the loop could not count because of an error."""
+        """Count the updates of the last call that the loop could not count because of an error, and free blocks."""
         progress, notes, number = self.context.progress, self.context.run.batch, len(self._coming)
         progress.batch += number
         progress.batches += number
@@ -234,6 +233,9 @@ class Compiled(Capability):
         notes.is_ahead = False
         self._waiting.clear()
         self._coming.clear()
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
         super().teardown(error)
 
     def state_dict(self) -> dict[str, Any]:
@@ -254,6 +256,7 @@ class Compiled(Capability):
             "_step": None,
             "_buffers": None,
             "_updates": {},
+            "_undo": None,
             "_epoch": None,
             "_waiting": [],
             "_coming": deque(),
@@ -261,6 +264,18 @@ class Compiled(Capability):
         return {**state, **fresh}
 
     # ------------------------------------------------------------------ private
+
+    def _compile_model(self) -> None:
+        """Compile the module, in `model` mode."""
+        assert self.context.model is not None
+        try:
+            if self._backend == "inductor":
+                check_compiler()
+        except CannotCompileError as cause:
+            self._warn_once(_EAGER.format(cause))
+        else:
+            backend = "inductor" if self._backend == "inductor" else "aot_eager"
+            self._undo = compile_module(self.context.model, backend)
 
     def _prepare_step(self) -> WholeStep:
         """Return the compiled step for the current state of this trainer."""
@@ -298,7 +313,9 @@ class Compiled(Capability):
         spaces = [(type(it).__name__, vars(it)) for it in owners]
         spaces.append(("context.state", context.state))
         precision = None if context.precision is None else context.precision.dtype
-        tolerance = _TOLERANCES.get(precision, 1e-3)
+        # The compiler rounds to a low precision less often than eager operations. Roundings are independent, so 256 of
+        # them, each of at most half an epsilon, change a loss by 16 halves: eight epsilons.
+        tolerance = SHARP if precision is None else max(SHARP, 8 * torch.finfo(precision).eps)
         step = WholeStep(
             self._compute_output, modules, optimizer, max_norm, spaces, self._backend, tolerance, self._describe_step
         )
@@ -481,8 +498,6 @@ class Compiled(Capability):
 # `clip_gradients` of the data-parallel layer sends those that its `backward` did not send.
 _TRANSPARENT = (Compiled, DataParallel, Timed)
 _EAGER = "training continues without a graph: {}"
-# Relative differences of a loss that are due to rounding: a compiler keeps intermediate results in float32.
-_TOLERANCES: dict[torch.dtype | None, float] = {torch.bfloat16: 3e-2, torch.float16: 5e-3}
 _ONE_BY_ONE = "steps_per_call: each call makes only one step: {}"
 # Entries of `context.state` about the running batch.
 _SHARED = ("current_batch", "last_loss")
@@ -498,14 +513,6 @@ _KNOWN = frozenset(
         NLLLossStrategy,
     }
 )
-
-
-def _compile_in_place(model: nn.Module) -> None:
-    """Compile a module in place, like `module.compile()`, so that the keys of its state do not change."""
-    if model._compiled_call_impl is None:
-        call: Any = model._call_impl
-        # A wrapper of ours: Dynamo skips the call of a plain `nn.Sequential`, because torch defines it.
-        model._compiled_call_impl = torch.compile(lambda *args, **kwargs: call(*args, **kwargs))
 
 
 class _NoVerbs:

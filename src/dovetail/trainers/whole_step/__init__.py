@@ -5,6 +5,7 @@ Dynamo in between. It reads and writes the same parameters, buffers and optimize
 can alternate at any step.
 """
 
+from dovetail.trainers.whole_step.comparing import SHARP
 from dovetail.trainers.whole_step.gradients import GradientBuffers
 from dovetail.trainers.whole_step.graph import Outputs
 from dovetail.trainers.whole_step.known import UnknownError, read_by
@@ -14,6 +15,7 @@ from dovetail.trainers.whole_step.tracing import Backend, check_compiler
 from dovetail.trainers.whole_step.updates import UpdateStep
 
 __all__ = [
+    "SHARP",
     "Backend",
     "CannotCompileError",
     "GradientBuffers",

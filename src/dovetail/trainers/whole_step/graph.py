@@ -43,6 +43,8 @@ class Graph:
         num_bound: The number of parameters in this state.
         settings: The optimizer's settings that the graph uses.
         places: Functions that read each constant from its owner; None for a constant without a known owner.
+        plain: Like `call`, but calls the operations of the graph one by one; None if it is not needed or unknown.
+        described: All inputs of the step besides tensors when the graph was made; None if unknown.
     """
 
     call: Callable[..., Any]
@@ -63,6 +65,8 @@ class Graph:
     num_bound: int = 0
     settings: Any = None
     places: list[Callable[[], Any] | None] = field(default_factory=list)
+    plain: Callable[..., Any] | None = None
+    described: Any = None
     _spaces: list[MutableMapping[str, Any]] = field(default_factory=list)
     _slots: list[str] = field(default_factory=list)
     _updated: list[nn.Parameter] = field(default_factory=list)

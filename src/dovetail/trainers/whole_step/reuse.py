@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
@@ -10,7 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dovetail.trainers.whole_step.graph import State
-from dovetail.trainers.whole_step.sharing import Code, find_shared, settings_of_torch, share
+from dovetail.trainers.whole_step.settings import settings_of_inductor, settings_of_torch
+from dovetail.trainers.whole_step.sharing import Code, find_shared, share
 from dovetail.trainers.whole_step.stored import load_code, store_code
 from dovetail.trainers.whole_step.tracing import Backend, describe_batch
 
@@ -23,7 +25,8 @@ def reuse_code(described: Any, backend: Backend, make: Callable[[], Code]) -> Co
         backend: Only compiled code is stored on disk.
         make: Traces and compiles.
     """
-    key = None if described is None else (described, backend, settings_of_torch())
+    compiler = settings_of_inductor()
+    key = None if described is None or compiler is None else (described, backend, settings_of_torch(), compiler)
     found = find_shared(key)
     if found is not None:
         return found
@@ -31,8 +34,10 @@ def reuse_code(described: Any, backend: Backend, make: Callable[[], Code]) -> Co
     code = load_code(key) if is_compiled else None
     if code is None:
         code = make()
-        if is_compiled:
+        if code.library is not None:
             store_code(key, code)
+            # It is in memory now.
+            shutil.rmtree(code.library.parent, ignore_errors=True)
     share(key, code)
     return code
 

@@ -135,8 +135,22 @@ class AdamRule(WrittenRule):
         # In double precision, as Python computes them for torch: in single precision 1 - 0.999 has four exact digits.
         step = state["step"].add_(1).double()
         root = (square if not is_amsgrad else _largest(state["max_exp_avg_sq"], square)).sqrt()
-        denominator = root / (1 - second**step).sqrt() + epsilon
-        parameter.sub_(mean / denominator * (rate / (1 - first**step)))
+        correction, size = (1 - second**step).sqrt(), rate / (1 - first**step)
+        if parameter.numel() >= _LARGE:
+            correction, size = _stored(correction), _stored(size)
+        parameter.sub_(mean / (root / correction + epsilon) * size)
+
+
+# From this number of elements on, memory for a number takes less time than to compute it again for every 16 elements.
+_LARGE = 2048
+
+
+def _stored(number: Tensor) -> Tensor:
+    """Return a number unchanged, as a sum with zero: Inductor stores sums.
+
+    It inlines other expressions, and would compute their powers again for every 16 elements of a parameter.
+    """
+    return torch.stack((number, torch.zeros_like(number))).sum()
 
 
 def _largest(largest: Tensor, square: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 # The number of graphs that a process keeps; those that were used last are kept.
@@ -27,6 +26,7 @@ class Code:
         fixed: Outputs that are not tensors.
         sizes: The numbers of samples that the graph supports, if it supports several.
         library: The file of the compiled code, if it has one.
+        plain: Like `call`, but calls the operations of the graph one by one; None if it is not needed or unknown.
         constants: Tensors that were found in neither modules nor batch; code with such tensors is not shared.
     """
 
@@ -38,6 +38,7 @@ class Code:
     sizes: frozenset[int] = frozenset()
     constants: tuple[Tensor, ...] = ()
     library: Path | None = None
+    plain: Callable[..., Any] | None = None
 
 
 def find_shared(key: Any) -> Code | None:
@@ -77,15 +78,3 @@ def _frozen(value: Any) -> Hashable:
     if isinstance(value, dict):
         return dict, *((name, _frozen(each)) for name, each in value.items())
     return type(value), value
-
-
-def settings_of_torch() -> tuple[Any, ...]:
-    """Return the global settings that change what a trace or its compiled code computes."""
-    return (
-        torch.get_default_dtype(),
-        torch.get_num_threads(),
-        torch.get_float32_matmul_precision(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.backends.mkldnn.enabled,
-        torch.backends.mha.get_fastpath_enabled(),
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -15,7 +16,7 @@ from torch.fx import GraphModule
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
 
-from dovetail.trainers.whole_step.comparing import run_and_compare
+from dovetail.trainers.whole_step.comparing import SHARP, run_and_compare
 from dovetail.trainers.whole_step.gradients import GradientBuffers
 from dovetail.trainers.whole_step.graph import Graph, Outputs, Shorter, State, buffer_place, constant_place
 from dovetail.trainers.whole_step.limits import (
@@ -82,7 +83,7 @@ class WholeStep:
             would not repeat the change.
         backend: `inductor` compiles; `eager` calls the operations of the traced graph one by one, to find out whether
             a difference comes from the trace or from the compiler.
-        tolerance: The relative difference between the losses of a graph and of `compute` that is due to rounding.
+        tolerance: The relative difference between the losses of compiled code and of `compute` that is due to rounding.
         describe: Returns all inputs of `compute` besides tensors, or None if they are unknown. Steps with equal inputs
             share compiled code.
 
@@ -105,7 +106,7 @@ class WholeStep:
         max_norm: float = 0.0,
         spaces: Sequence[Space] = (),
         backend: Backend = "inductor",
-        tolerance: float = 1e-3,
+        tolerance: float = SHARP,
         describe: Callable[[], Any] | None = None,
     ) -> None:
         self.optimizer = optimizer
@@ -228,7 +229,7 @@ class WholeStep:
         if self._is_unchecked:
             self._is_unchecked = False
             if self._read is None or self._read != graph.read:
-                (outputs,) = run_and_compare(graph, leaves, lambda: [self._expected(batch)], self._tolerance)
+                (outputs,) = self._compare(graph, batch, leaves)
                 graph.read = self._read
                 return outputs
         return _named(graph, leaves)
@@ -316,7 +317,7 @@ class WholeStep:
         if shorter.is_proven:
             return _named(graph, leaves)
         try:
-            (outputs,) = run_and_compare(graph, leaves, lambda: [self._expected(batch)], self._tolerance)
+            (outputs,) = self._compare(graph, batch, leaves)
         except CannotCompileError:
             single.shorter = Shorter(None)
             return None
@@ -390,9 +391,9 @@ class WholeStep:
         is_open = [False] * len(given) + (list(is_cut) or [False] * len(leaves))
         # If two inputs were one tensor here, they would be compiled as one input, but may differ in the next batch.
         given += [empty_like(it) for it in leaves]
-        key = self._describe and trace_key(
-            self._describe(), self._root, optimizer, states, given, (self.max_norm, self._state(), is_open, batches)
-        )
+        described = self._describe and self._describe()
+        rest = (self.max_norm, self._state(), is_open, batches)
+        key = trace_key(described, self._root, optimizer, states, given, rest)
         code = reuse_code(key, self._backend, lambda: self._make_code(given, is_open, batches, list(buffers), states))
         used = iter(code.is_used)
         return Graph(
@@ -408,6 +409,8 @@ class WholeStep:
             dict(code.fixed),
             code.sizes,
             places=[constant_place(self._spaces, it) for it in kept],
+            plain=code.plain,
+            described=described,
         )
 
     def _make_code(self, given: list[Tensor], is_open: list[bool], *step: Any) -> Code:
@@ -422,12 +425,16 @@ class WholeStep:
         in_one = all(it.device.type == "cpu" for it in given)
         inputs = list(compress([*given, *constants, *drawn], is_used))
         opened = is_open.index(True) if any(is_open) else None
+        plain = None
         if self._backend == "eager":
             call, library = uncompiled(traced), None
         else:
+            if self._tolerance > SHARP:
+                # A copy, because compilers change a graph.
+                plain = uncompiled(copy.deepcopy(traced))
             call, library = compiled(traced, inputs, in_one=in_one, is_open=opened is not None)
         sizes = frozenset() if opened is None else sizes_of(places[opened].meta["val"], len(given[opened]))
-        found = tuple(names), tuple(fixed.items()), sizes, tuple(constants), library
+        found = tuple(names), tuple(fixed.items()), sizes, tuple(constants), library, plain
         return Code(call, tuple(is_used), tuple(draws), *found)
 
     def _traced(self, *step: Any) -> tuple[GraphModule, list[str], dict[str, Any]]:
@@ -523,6 +530,11 @@ class WholeStep:
                 with naming_update(self.optimizer):
                     rule.update(self.optimizer, group, *tensors, [slots[it] for it in chosen], own, term)
         return outputs
+
+    def _compare(self, graph: Graph, batch: Any, leaves: list[Tensor]) -> list[Outputs]:
+        """Make one update with a graph that is compared with `compute`."""
+        tolerance = self._tolerance if self._backend == "inductor" else min(SHARP, self._tolerance)
+        return run_and_compare(graph, leaves, lambda: [self._expected(batch)], tolerance, describe=self._describe)
 
     def _expected(self, batch: Any) -> Mapping[str, Any]:
         """Return the outputs of `compute` for a batch, without any change."""

@@ -12,6 +12,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 
+from dovetail.errors import ConfigError
 from dovetail.trainers.whole_step.sharing import Code
 
 
@@ -34,6 +36,9 @@ def load_code(key: Any) -> Code | None:
     try:
         found = json.loads(facts.read_text(encoding="utf-8"))
         call = library_call(library)
+        with suppress(OSError):
+            # The code that was used last is kept longest.
+            os.utime(library)
         return Code(
             call,
             tuple(map(bool, found["is_used"])),
@@ -53,6 +58,7 @@ def store_code(key: Any, code: Code) -> None:
     if code.library.with_suffix(".json").exists():
         # It calls operations that need a second file.
         return
+    limit = _limit()
     facts = {"is_used": code.is_used, "names": code.names, "fixed": code.fixed}
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -63,9 +69,44 @@ def store_code(key: Any, code: Code) -> None:
             written = Path(scratch) / "facts"
             written.write_text(json.dumps(facts), encoding="utf-8")
             os.replace(written, folder / f"{name}.json")
+        _remove_oldest(folder, limit)
     except OSError:
         # A full or read-only disk costs time only.
         return
+
+
+def _limit() -> int:
+    """Return the largest size of all stored code in bytes."""
+    text = os.environ.get(LIMIT, "").strip()
+    if not text:
+        return _LIMIT
+    try:
+        return max(0, int(float(text) * 1e9))
+    except (ValueError, OverflowError):
+        raise ConfigError(f"{LIMIT}: expected a number of gigabytes, such as 2 or 0.5, got {text!r}") from None
+
+
+# The environment variable with the largest size of all stored code, in gigabytes.
+LIMIT = "DOVETAIL_COMPILE_CACHE_GB"
+_LIMIT = 2_000_000_000
+
+
+def _remove_oldest(folder: Path, limit: int) -> None:
+    """Remove the code that was not used for the longest time, until the rest fits into a limit in bytes."""
+    found = []
+    for library in folder.glob("*.so"):
+        # Another process may remove it at the same time.
+        with suppress(OSError):
+            facts = library.stat()
+            found.append((facts.st_mtime_ns, facts.st_size, library))
+    total = sum(size for _, size, _ in found)
+    for _, size, library in sorted(found):
+        if total <= limit:
+            return
+        # First, because a process that finds it expects the library.
+        library.with_suffix(".json").unlink(missing_ok=True)
+        library.unlink(missing_ok=True)
+        total -= size
 
 
 def library_call(path: Path) -> Callable[..., Any]:
@@ -116,7 +157,11 @@ def _name_of(key: Any) -> str | None:
 
 def _is_choice(name: str) -> bool:
     """Return whether an environment variable is a setting of the compiler."""
-    return name.startswith("TORCHINDUCTOR_") and name != "TORCHINDUCTOR_CACHE_DIR"
+    return name.startswith(_CHOICES) and name != "TORCHINDUCTOR_CACHE_DIR"
+
+
+# The beginnings of the names of environment variables that Inductor reads.
+_CHOICES = ("TORCHINDUCTOR_", "TORCH_COMPILE", "AOT_INDUCTOR_", "AOTINDUCTOR_", "ATEN_CPU_CAPABILITY", "CXX")
 
 
 def _spell(value: Any, parts: list[str]) -> bool:
@@ -150,5 +195,6 @@ def _environment() -> str:
     except OSError:
         lines = []
     processor = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-    facts = (torch.__version__, platform.python_version(), platform.machine(), processor, digest.hexdigest())
-    return repr(facts)
+    capability = torch.backends.cpu.get_cpu_capability()
+    facts = (torch.__version__, platform.python_version(), platform.machine(), processor, capability)
+    return repr((*facts, digest.hexdigest()))
