@@ -16,7 +16,6 @@ from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
-from wsgiref.util import setup_testing_defaults
 
 import optuna
 import pytest
@@ -270,26 +269,6 @@ def test_optuna_sees_parameters_ranges_values_and_states(lab: Any) -> None:
     assert (lr.log, lr.low <= 0.001, lr.high >= 0.1) == (True, True, True)
     assert study.direction == optuna.study.StudyDirection.MINIMIZE
     assert "exit code 1" in study.trials[2].user_attrs["reason"]
-
-
-@pytest.mark.slow
-def test_the_optuna_dashboard_opens_the_store(lab: Any) -> None:
-    dashboard = pytest.importorskip("optuna_dashboard", reason="pip install optuna-dashboard")
-    done = lab.run(SCRIPT, "grid", hyperparameters=RANGES)
-    app = dashboard.wsgi(lab.store.storage)
-    answers: list[str] = []
-
-    def get(path: str) -> Any:
-        request: dict[str, Any] = {"PATH_INFO": path, "QUERY_STRING": "after=0"}
-        setup_testing_defaults(request)
-        return json.loads(b"".join(app(request, lambda status, headers, error=None: answers.append(status))))
-
-    assert [study["study_name"] for study in get("/api/studies")["study_summaries"]] == ["experiment"]
-    detail = get(f"/api/studies/{done.id}")
-    assert [trial["state"] for trial in detail["trials"]] == ["Complete"] * 3
-    assert [point["step"] for point in detail["trials"][0]["intermediate_values"]] == [1, 2]
-    assert {param["name"] for param in detail["trials"][0]["params"]} == {"lr", "net.act"}
-    assert answers == ["200 OK"] * 2
 
 
 # ------------------------------------------------------------------ jobs

@@ -94,6 +94,14 @@ class Run:
     _seen: tuple[Any, ...] = ()
     _state: RunState = "unknown"
 
+    def poll_journal(self) -> bool:
+        """Read what is new in the journal, and return whether anything has changed."""
+        if self.journal is None or not self.journal.update():
+            return False
+        self._state = self.state()
+        self.version += 1
+        return True
+
     def poll(self) -> bool:
         """Read what is new, and return whether anything has changed."""
         seen = (_stamp(self.reader.path), None if self.journal is None else _stamp(self.journal.path))
@@ -139,6 +147,14 @@ class Run:
     def id(self) -> str:
         """A short form of the key, for addresses."""
         return short_id(self.key)
+
+    @property
+    def started(self) -> float:
+        """The time of the first start, or else of the last change of the file."""
+        if (started := self._times()[0]) is not None:
+            return started
+        stamp = _stamp(self.reader.path)
+        return 0.0 if stamp is None else stamp[1] / 1e9
 
     @property
     def is_running(self) -> bool:
