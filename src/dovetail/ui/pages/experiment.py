@@ -29,6 +29,7 @@ from dovetail.ui.pages.frame import (
     text_block,
     update_chart,
 )
+from dovetail.ui.pages.tables import TableLink
 from dovetail.ui.readers import LogTail
 from dovetail.ui.runs import short_id
 
@@ -42,18 +43,19 @@ def add(site: Site) -> None:
     @ui.page("/experiment")
     def show(request: Request, store: int = 0, id: int = 0) -> None:
         found = site.library.experiment(store, id)
-        with frame(site, request, found[1].name if found else "Experiment"):
+        title = found[1].name if found else "Experiment"
+        with frame(site, request, title, modules=["nicegui-echart", "nicegui-aggrid"]):
             if found is None:
                 missing("experiment")
             else:
-                _ExperimentView(site, *found)
+                _ExperimentView(site, TableLink.of(request.query_params), *found)
 
 
 class _ExperimentView:
     """The parts of the view; the table and the charts are updated in place."""
 
-    def __init__(self, site: Site, source: ExperimentSource, record: ExperimentRecord) -> None:
-        self.site, self.source, self.id = site, source, record.id
+    def __init__(self, site: Site, link: TableLink, source: ExperimentSource, record: ExperimentRecord) -> None:
+        self.site, self.link, self.source, self.id = site, link, source, record.id
         self.drawn: dict[str, Any] = {}
         self._header()
         self._buttons()
@@ -145,12 +147,9 @@ class _ExperimentView:
             {"field": "restarts", "headerName": "Restarts", **number, "hide": True},
             {"field": "reason", "headerName": "Note", "width": 260, "tooltipField": "reason"},
         ]  # fmt: skip
-        self.num_columns = len(columns)
         options = {
-            "columnDefs": columns,
+            **self.link.options(columns),
             "rowData": self._rows(),
-            "defaultColDef": {"sortable": True, "resizable": True, "filter": True},
-            "suppressFieldDotNotation": True,
             ":getRowId": "(p) => String(p.data.id)",
             ":rowClassRules": "{'font-semibold': (p) => p.data.is_best}",
         }
