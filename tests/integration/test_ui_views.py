@@ -13,6 +13,8 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 import yaml
 from browsed import BROWSER, Served, Tab, place, run_id, start_browser, start_page, stop_page, texts, until
+from postgres import start_postgres
+from proxied import Proxy, start_proxy
 
 from dovetail.config import load_config
 from dovetail.history import History
@@ -47,6 +49,7 @@ ROUNDS = """round,selected,reported,faults,accuracy,bytes_down,bytes_up
 1,1 2,1 2,,0.5,1000,1000
 2,2 3,2,3 timeout,0.75,1000,500
 """
+HOST = "runs.example.org"
 RUNS = [run_id(f"runs/run{number}") for number in range(3)]
 COMPARE = f"/compare?runs={','.join(RUNS)}"
 EXPERIMENT = "/experiment?store=0&id=1"
@@ -64,29 +67,39 @@ def write_run(folder: Path, number: int) -> None:
     journal.end("finished")
 
 
+def run_experiment(code: Path, **variables: str) -> None:
+    code.mkdir()
+    (code / "train.py").write_text(TRIAL)
+    (code / "config.yaml").write_text(CONFIG)
+    command = [sys.executable, "-m", "dovetail", "experiment", "create", "config.yaml", "."]
+    subprocess.run(command, cwd=code, env={**os.environ, **variables}, check=True, capture_output=True)
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A page of three runs and a finished experiment of four trials."""
     folder = tmp_path_factory.mktemp("data")
     for number in range(3):
         write_run(folder / "runs" / f"run{number}", number)
-    code = folder / "code"
-    code.mkdir()
     (folder / "federation").mkdir()
     (folder / "federation" / "rounds.csv").write_text(ROUNDS)
-    (code / "train.py").write_text(TRIAL)
-    (code / "config.yaml").write_text(CONFIG)
-    command = [sys.executable, "-m", "dovetail", "experiment", "create", "config.yaml", "."]
-    environment = {**os.environ, "DOVETAIL_HOME": str(code / ".dovetail")}
-    subprocess.run(command, cwd=code, env=environment, check=True, capture_output=True)
-    page = start_page(folder)
+    code = folder / "code"
+    run_experiment(code, DOVETAIL_HOME=str(code / ".dovetail"))
+    page = start_page(folder, "--allow-host", HOST)
     yield page
     stop_page(page)
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with start_browser() as started:
+def proxy(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
+    with start_proxy(tmp_path_factory.mktemp("proxy"), HOST, "/lab/runs", served.port) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def browser(proxy: Proxy) -> Iterator[Any]:
+    """A browser for which the host name of the proxy is this machine."""
+    with start_browser(f"--host-resolver-rules=MAP {HOST}:443 127.0.0.1:{proxy.port}") as started:
         yield started
 
 
@@ -267,3 +280,51 @@ def test_axe_finds_nothing_serious_in_light_and_dark(tab: Tab) -> None:
                     serious[path, scheme, it["id"]] = [node["html"][:200] for node in it["nodes"]][:3]
     tab.page.emulate_media(color_scheme="light")
     assert serious == {}
+
+
+def test_every_view_works_below_the_path_of_a_reverse_proxy(browser: Any, served: Served) -> None:
+    context = browser.new_context(ignore_https_errors=True)
+    page = context.new_page()
+    requests: list[str] = []
+    problems: list[str] = []
+    page.on("request", lambda request: requests.append(request.url))
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("websocket", lambda socket: requests.append(socket.url.replace("wss:", "https:")))
+    page.goto(f"https://{HOST}/lab/runs/?token={served.token}")
+    page.wait_for_selector(".ag-row")
+    assert [(each["path"], each["secure"]) for each in context.cookies()] == [("/lab/runs", True)]
+    page.get_by_label("Search runs").fill("run1")
+    until(lambda: place(page) == f"https://{HOST}/lab/runs/?search=run1")
+    until(lambda: names(page) == ["Runs without an experiment", "runs/run1"])
+    page.locator(".ag-row [col-id='name']").first.click()
+    page.wait_for_selector("canvas")
+    assert place(page) == f"https://{HOST}/lab/runs/run?id={RUNS[1]}"
+    page.get_by_role("link", name="Experiments").click()
+    page.locator("a[href^='/lab/runs/experiment?']").click()
+    page.get_by_role("button", name="Copy the best configuration").wait_for()
+    assert [each for each in requests if not each.startswith((f"https://{HOST}/lab/runs/", "data:", "blob:"))] == []
+    assert any("socket.io" in each for each in requests)
+    assert problems == []
+    context.close()
+
+
+@pytest.mark.torture
+def test_experiments_of_a_database_server_are_shown_and_copied(browser: Any, tmp_path: Path) -> None:
+    with start_postgres() as url:
+        run_experiment(tmp_path / "code", DOVETAIL_HOME=str(tmp_path / "home"), DOVETAIL_STORE=url)
+        page = start_page(url, "--home", str(tmp_path / "home"))
+        try:
+            tab = Tab(browser, page)
+            tab.context.grant_permissions(["clipboard-read", "clipboard-write"])
+            tab.page.locator("a[href^='/experiment?']").click()
+            until(lambda: texts(tab.page, "best") == ["0.0125", "0.025", "0.0375", "0.05"])
+            tab.page.get_by_role("button", name="Copy the best configuration").click()
+            tab.page.get_by_text("copied").wait_for()
+            text = tab.page.evaluate("navigator.clipboard.readText()")
+            assert yaml.safe_load(text)["hyperparameters"] == {"lr": 0.25}
+            password = url.partition("@")[0].rpartition(":")[2]
+            assert password not in tab.page.content()
+            tab.check()
+            tab.context.close()
+        finally:
+            stop_page(page)

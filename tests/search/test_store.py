@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import glob
 import json
 import os
-import secrets
-import shutil
-import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
@@ -20,6 +15,7 @@ from typing import Any
 import optuna
 import pytest
 from optuna.trial import TrialState
+from postgres import start_postgres
 
 from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.search.processes import Attempt
@@ -302,47 +298,8 @@ def test_other_files_beside_jobs_are_ignored(lab: Any) -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """The URL of a PostgreSQL server that listens on the loopback only, and is gone afterwards."""
-    programs = [shutil.which("initdb"), *sorted(glob.glob("/usr/lib/postgresql/*/bin/initdb"))]
-    found = next((Path(program).resolve().parent for program in programs if program), None)
-    if found is None:
-        pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
-    pytest.importorskip("psycopg", reason="pip install 'psycopg[binary]'")
-    # The server refuses to run as root.
-    owner: dict[str, Any] = {"user": "postgres"} if os.getuid() == 0 else {}
-    password = secrets.token_hex(16)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    folder = Path(tempfile.mkdtemp(prefix="dovetail-postgres-"))
-    try:
-        (folder / "password").write_text(password)
-        if owner:
-            for path in (folder, folder / "password"):
-                shutil.chown(path, "postgres")
-        cluster: list[str | Path] = ["-D", folder / "data"]
-        made: list[str | Path] = [
-            found / "initdb",
-            *cluster,
-            "-U",
-            "dovetail",
-            "-A",
-            "scram-sha-256",
-            "--pwfile",
-            folder / "password",
-        ]
-        subprocess.run([*made, "--no-sync"], check=True, stdout=subprocess.DEVNULL, cwd=folder, **owner)
-        options: list[str | Path] = ["-h", "127.0.0.1", "-p", str(port), "-k", folder, "-c", "fsync=off"]
-        with open(folder / "log", "w") as log:
-            process = subprocess.Popen([found / "postgres", *cluster, *options], stderr=log, cwd=folder, **owner)
-        try:
-            while b"ready to accept connections" not in (folder / "log").read_bytes():
-                assert process.poll() is None, (folder / "log").read_text()
-            yield f"postgresql://dovetail:{password}@127.0.0.1:{port}/postgres"
-        finally:
-            process.terminate()
-            process.wait()
-    finally:
-        shutil.rmtree(folder)
+    with start_postgres() as url:
+        yield url
 
 
 @pytest.mark.slow
