@@ -119,7 +119,7 @@ def legend(options: Options, number: int) -> Options:
     """Add a legend below the chart, which scrolls if it has many entries; without one, hovering shows the names."""
     if 1 < number <= _LONGEST_LEGEND:
         options["legend"] = {"type": "scroll", "bottom": 0, "textStyle": {"color": GREY}, "icon": "roundRect",
-                             "itemHeight": 4, "pageTextStyle": {"color": GREY}}  # fmt: skip
+                             "itemHeight": 10, "itemWidth": 16, "pageTextStyle": {"color": GREY}}  # fmt: skip
         options["grid"]["bottom"] = 56
     return options
 
@@ -195,7 +195,8 @@ def _lines(chart: LineChart) -> Options:
         if each.style == "dots":
             dots += [{"value": point, "name": _first_line(each), "itemStyle": {"color": color}} for point in data]
             continue
-        style: Options = {"lineStyle": {"width": 1.6, "color": color, "type": "solid"}, "color": color}
+        look = {"width": 1.6, "color": color, "type": "solid", "opacity": _opacity(each.quality)}
+        style: Options = {"lineStyle": look, "color": color}
         if each.style == "stairs":
             style |= {"step": "end", "showSymbol": False}
         options["series"].append(line(_first_line(each), data, **style))
@@ -206,6 +207,11 @@ def _lines(chart: LineChart) -> Options:
     # Hovering a point shows one trial; a list of all trials would cover the chart.
     options["tooltip"]["trigger"] = "item" if dots or len(options["series"]) > 12 else "axis"
     return options
+
+
+def _opacity(quality: float) -> float:
+    """Return the opacity of a trial: on a light and on a dark page, bad trials are nearer to the background."""
+    return round(0.65 + 0.35 * quality, 2)
 
 
 def _first_line(each: Line) -> str:
@@ -230,7 +236,7 @@ def _parallel(chart: ParallelChart) -> Options:
         dimensions.append(dimension)
     data = [
         {"value": list(values), "name": _first_line(each),
-         "lineStyle": {"color": quality_color(each.quality), "opacity": 0.8}}
+         "lineStyle": {"color": quality_color(each.quality), "opacity": _opacity(each.quality)}}
         for each, values in zip(chart.lines, zip(*columns, strict=True), strict=True)
     ]  # fmt: skip
     label = {"color": GREY, "hideOverlap": True}
