@@ -149,7 +149,7 @@ def test_runs_are_grouped_by_experiment_and_a_link_keeps_closed_groups(tab: Tab)
     assert parameters(page) == {"sort": ["name"], "flat": ["true"]}
 
 
-def test_sort_filter_search_and_columns_come_back_with_the_link_and_the_back_button(tab: Tab) -> None:
+def test_a_link_and_the_back_button_restore_sorting_filters_and_columns(tab: Tab) -> None:
     page = tab.open("/", ".ag-row")
     page.locator(".ag-header-cell[col-id='best']").click()
     until(lambda: parameters(page).get("sort") == ["best"])

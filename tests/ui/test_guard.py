@@ -120,7 +120,7 @@ def test_every_server_has_a_different_token() -> None:
 @pytest.mark.parametrize(
     ("prefix", "place"), [("/lab/runs", "/lab/runs/run?id=1"), ("//evil.example", "/run?id=1"), ("/a b", "/run?id=1")]
 )
-def test_a_redirect_stays_below_the_path_of_a_proxy(prefix: str, place: str) -> None:
+def test_a_redirect_keeps_the_path_of_a_proxy(prefix: str, place: str) -> None:
     guard = Guard("dovetail ui", ["runs.example.org"])
     query = f"id=1&token={guard.token}"
     answer = guard.answer(Request("GET", "/run", query, "runs.example.org", None, "", 80, prefix))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from dovetail.federated.servers.results import WriteResults
+from dovetail.history import History
 from dovetail.search.charts import BarChart, LineChart, quality_color
 from dovetail.search.processes import Attempt
 from dovetail.search.records import ExperimentError, ExperimentRecord, TrialRecord
@@ -86,6 +87,12 @@ def test_a_store_below_a_folder_is_found_with_its_trials_as_runs(store: Store, t
     assert (run.name, run.group, run.summary().state) == (f"trial {trial}", f"search · experiment {made.id}", "killed")
     assert (run.summary().last, dict(run.settings)) == (0.5, {"lr": 0.1, "net.depth": 2})
     assert library.experiment(0, 99) is library.experiment(7, 1) is None
+    # The history of a trainer in the trial.
+    (folder / "run").mkdir()
+    History().save(folder / "run" / "ck_history.jsonl")
+    library.scan()
+    library.poll_stores()
+    assert [each.group for each in library.runs.values()] == [run.group] * 2
 
 
 def test_new_trials_and_states_are_read_and_finished_ones_are_not(
@@ -200,7 +207,7 @@ def test_text_of_users_is_never_a_key_that_could_run(tmp_path: Path) -> None:
     name = ":alert(1)"
     curve = (name, np.arange(3.0), np.arange(3.0), False)
     made = [charts.drawn(chart) for _, chart in experiment_charts(it).values() if not isinstance(chart, str)]
-    made += [charts.gantt(it), *(options for _, options in charts.slices(it))]
+    made += [charts.gantt(it) or {}, *(options for _, options in charts.slices(it))]
     made += [charts.comparison([curve], [(name, *(np.arange(3.0),) * 4)], name, name, log_x=True, log_y=True)]
     assert not [key for each in made for key in keys(json.loads(json.dumps(each))) if key.startswith(":")]
     assert not [key for row in trial_rows(it) for key in row if key.startswith(":")]

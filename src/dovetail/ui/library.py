@@ -59,6 +59,7 @@ class Library:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._requested = -1e9
+        self._grouped = -1
         for place in places or ["."]:
             if "://" in (text := os.fspath(place)):
                 self._add_server(text, home)
@@ -190,6 +191,19 @@ class Library:
         for source in list(self.sources):
             if source.poll():
                 self._set_trials(source)
+                self.version += 1
+        if self._grouped != self.version:
+            self._group_runs()
+            self._grouped = self.version
+
+    def _group_runs(self) -> None:
+        """Give a run that a trainer in a trial has written, below the folder of the trial, the group of the trial."""
+        groups = {run.folder: run.group for run in self.runs.values() if run.key.startswith("t")}
+        for run in self.runs.values():
+            group = next((groups[folder] for folder in (run.folder, *run.folder.parents) if folder in groups), "")
+            if group and run.group != group:
+                run.group = group
+                run.version += 1
                 self.version += 1
 
     def _set_trials(self, source: ExperimentSource) -> None:

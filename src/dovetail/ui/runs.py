@@ -6,6 +6,7 @@ import functools
 import hashlib
 import math
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -93,6 +94,8 @@ class Run:
     _summary: tuple[int, RunSummary] | None = None
     _seen: tuple[Any, ...] = ()
     _state: RunState = "unknown"
+    # Views load runs while the thread of the library polls them.
+    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
 
     def poll_journal(self) -> bool:
         """Read what is new in the journal, and return whether anything has changed."""
@@ -104,6 +107,10 @@ class Run:
 
     def poll(self) -> bool:
         """Read what is new, and return whether anything has changed."""
+        with self._lock:
+            return self._poll()
+
+    def _poll(self) -> bool:
         seen = (_stamp(self.reader.path), None if self.journal is None else _stamp(self.journal.path))
         changed = False
         if seen != self._seen or not self.is_read:
@@ -121,17 +128,21 @@ class Run:
         return changed
 
     def load(self) -> Columns:
-        """Return all numbers of the run; they are read again if `release` has freed them."""
-        if self.is_released:
-            self.is_released = False
-            self.reader.update()
-        return self.reader.columns
+        """Return all numbers of the run; they are read if they were not read yet, or if `release` has freed them."""
+        with self._lock:
+            if not self.is_read:
+                self._poll()
+            if self.is_released:
+                self.is_released = False
+                self.reader.update()
+            return self.reader.columns
 
     def release(self) -> None:
         """Free the memory of the numbers; the summary is kept."""
         self.summary()
-        self.reader.forget()
-        self.is_released = True
+        with self._lock:
+            self.reader.forget()
+            self.is_released = True
 
     def state(self) -> RunState:
         """Return the state of the run."""
@@ -198,7 +209,8 @@ class Run:
         return RunSummary(**{**vars(found), "seconds": self._seconds()})
 
     def _summarize(self) -> RunSummary:
-        columns = self.load()
+        # A table of a thousand runs does not wait until all of them are read.
+        columns = self.load() if self.is_read else Columns()
         metric = main_metric(columns.metrics())
         values = columns.values(metric)
         mode = mode_or_none(metric) or "min"

@@ -76,9 +76,10 @@ class _Comparison:
         everything: bool,
     ) -> None:
         self.site, self.link, self.runs = site, link, runs
-        metrics = list(dict.fromkeys(name for run in runs for name in run.load().metrics()))
+        # A run that has not written a row has no metric.
+        metrics = list(dict.fromkeys(name for run in runs for name in run.load().metrics())) or [""]
         mains = [run.summary().metric for run in runs]
-        self.metric = metric if metric in metrics else max(set(mains), key=mains.count)
+        self.metric = metric if metric in metrics else max(sorted({*mains} & {*metrics}) or metrics, key=mains.count)
         self.x, self.smoothing = x, min(max(smoothing, 0.0), 0.99)
         self.log_x, self.log_y, self.bands, self.everything = log_x, log_y, bands, everything
         self.baseline = baseline if baseline in {run.id for run in runs} else ""
