@@ -84,7 +84,7 @@ def stop(process: subprocess.Popen[str]) -> None:
 
 
 def cold_view(folder: Path) -> tuple[float, float]:
-    """Return the seconds until a new browser shows the table of a new server, which reads its files, and CPU seconds."""
+    """Return the seconds, and the CPU seconds, until a new browser shows the table of a new server that reads files."""
     from playwright.sync_api import sync_playwright
 
     process, address, _ = start(folder)
