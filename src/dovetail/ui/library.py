@@ -31,6 +31,8 @@ _QUIET_SECONDS = 30.0
 _REQUEST_SECONDS = 0.3
 _LONGEST_WAIT = 3.0
 _BUDGET = 200 << 20
+# New runs that are read between two checks of the memory.
+_BETWEEN_CHECKS = 50
 
 
 class Library:
@@ -168,8 +170,10 @@ class Library:
         new = [run for run in self.runs.values() if not run.is_read]
         if sum(run.poll_journal() for run in new):
             self.version += 1
-        for run in sorted(new, key=lambda run: run.started, reverse=True):
+        for number, run in enumerate(sorted(new, key=lambda run: run.started, reverse=True)):
             self._wait_for_views()
+            if number % _BETWEEN_CHECKS == 0:
+                self._save_memory()
             if self._stop.is_set():
                 return
             run.poll()
