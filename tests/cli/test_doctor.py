@@ -135,12 +135,12 @@ def test_an_outdated_extra_counts_as_missing() -> None:
 
 def test_an_extra_that_includes_another_requires_its_packages() -> None:
     requirements = [
-        Requirement("dovetail", extra="dashboard", extras=("search",)),
-        Requirement("pytest", extra="dashboard"),
+        Requirement("dovetail", extra="ui", extras=("search",)),
+        Requirement("pytest", extra="ui"),
         Requirement(UNKNOWN_PACKAGE, extra="search"),
     ]
     checks = {check.name: check for check in check_extras(requirements)}
-    assert checks["dashboard"].found == f"{UNKNOWN_PACKAGE} is missing (for dovetail dashboard)"
+    assert checks["ui"].found == f"{UNKNOWN_PACKAGE} is missing (for dovetail ui and dovetail dashboard)"
 
 
 def test_extras_unknown_to_the_installation_are_one_note() -> None:

@@ -6,30 +6,25 @@ import http.client
 import json
 import multiprocessing
 import os
-import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
+from browsed import BROWSER, Served, Tab, place, run_id, start_browser, start_page, stop_page, texts, until
 
 from dovetail.callbacks import Callback
 from dovetail.history import History, samples
 from dovetail.history.journal import RunJournal, journal_path
 from dovetail.servers import fedavg
 from dovetail.trainers import Trainer
-from dovetail.ui.runs import short_id
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytest.importorskip("nicegui")
-playwright = pytest.importorskip("playwright.sync_api")
+pytest.importorskip("playwright.sync_api")
 
 pytestmark = [
     pytest.mark.slow,
@@ -43,7 +38,6 @@ HOSTILE = {
     "newline": "line\nbreak",
     "colon": ":document.body.dataset.hacked=1",
 }
-T = TypeVar("T")
 
 EXPERIMENT = """
 name: <b>waiting</b>
@@ -81,53 +75,6 @@ def train_slowly(folder: Path) -> None:
     options: dict[str, Any] = {"batch_size": 4, "num_epochs": 9, "verbose": False, "callbacks": [Wait(folder)]}
     data: dict[str, Any] = {"train_dataset": (x, y), "val_dataset": (x, y)}
     Trainer(torch.nn.Linear(2, 2), "cpu", checkpoint_dir=folder / "live", **data, **options).fit()
-
-
-def until(check: Callable[[], T], seconds: float = 60.0) -> T:
-    """Return the first true result of a function."""
-    deadline = time.monotonic() + seconds
-    while not (found := check()):
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
-    return found
-
-
-@dataclass
-class Served:
-    """A page that is served, and the folder that it shows."""
-
-    address: str
-    folder: Path
-    process: subprocess.Popen[str]
-
-    @property
-    def base(self) -> str:
-        return self.address.partition("?")[0].rstrip("/")
-
-    @property
-    def port(self) -> int:
-        return int(self.base.rpartition(":")[2])
-
-    @property
-    def token(self) -> str:
-        return self.address.rpartition("=")[2]
-
-
-def start_page(folder: Path, *options: str) -> Served:
-    command = [sys.executable, "-m", "dovetail", "ui", str(folder), "--port", "0", *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    match = re.fullmatch(r"page: (http://127\.0\.0\.1:[0-9]+/\?token=[\w-]+)\n", line)
-    assert match, line
-    return Served(match[1], folder, process)
-
-
-def stop_page(served: Served) -> None:
-    served.process.send_signal(signal.SIGINT)
-    assert served.process.stdout is not None
-    served.process.stdout.close()
-    assert served.process.wait(30) in (0, -signal.SIGINT, 130)
 
 
 def write_run(folder: Path, name: str, settings: dict[str, Any]) -> None:
@@ -181,35 +128,8 @@ def served(data: Path) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox", "--disable-gpu"])
+    with start_browser() as started:
         yield started
-        started.close()
-
-
-class Tab:
-    """A tab that records what must not happen."""
-
-    def __init__(self, browser: Any, served: Served) -> None:
-        self.context = browser.new_context(viewport={"width": 1280, "height": 900})
-        self.page, self.served = self.context.new_page(), served
-        self.problems: list[str] = []
-        self.hosts: set[str] = set()
-        self.page.on("pageerror", lambda error: self.problems.append(str(error)))
-        self.page.on("console", lambda it: self.problems.append(it.text) if it.type == "error" else None)
-        self.page.on("request", lambda request: self.hosts.add(request.url.split("/")[2]))
-        self.page.goto(served.address)
-        self.page.wait_for_selector(".ag-row")
-
-    def open(self, path: str, selector: str = "canvas") -> Any:
-        self.page.goto(f"{self.served.base}{path}")
-        self.page.wait_for_selector(selector)
-        return self.page
-
-    def check(self) -> None:
-        assert self.problems == []
-        assert {host for host in self.hosts if host} == {f"127.0.0.1:{self.served.port}"}
-        assert self.page.evaluate("document.body.dataset.hacked") is None
 
 
 @pytest.fixture(scope="module")
@@ -228,26 +148,7 @@ def tab(shared_tab: Tab) -> Iterator[Tab]:
     shared_tab.check()
 
 
-def run_id(name: str) -> str:
-    return short_id(f"0:{name}/ck_history.jsonl")
-
-
 REAL = [run_id(f"runs/seed{seed}-lr{rate}") for seed, rate in ((1, 0.1), (2, 0.1), (1, 0.01))]
-
-
-# The grid keeps the order of its elements, and moves them on the screen.
-CELLS = """(column) => [...document.querySelectorAll(`.ag-row [col-id='${column}']`)]
-  .map((cell) => [Number(cell.closest('.ag-row').getAttribute('row-index')), cell.innerText])
-  .sort((a, b) => a[0] - b[0]).map((pair) => pair[1])"""
-
-
-def texts(page: Any, column: str) -> list[str]:
-    return [str(each) for each in page.evaluate(CELLS, column)]
-
-
-def place(page: Any) -> str:
-    # `page.url` changes only while another call waits for the browser.
-    return str(page.evaluate("location.href"))
 
 
 def test_all_runs_are_listed_searched_and_sorted(tab: Tab) -> None:
@@ -282,7 +183,7 @@ def test_selected_runs_are_compared_by_their_differences(tab: Tab) -> None:
 def test_a_link_opens_the_same_view_again(tab: Tab) -> None:
     page = tab.open(f"/compare?runs={','.join(REAL)}")
     page.get_by_role("checkbox", name="log y").click()
-    until(lambda: "log_y=True" in place(page))
+    until(lambda: "log_y=true" in place(page))
     page.goto(place(page))
     page.wait_for_selector("canvas")
     assert page.get_by_role("checkbox", name="log y").get_attribute("aria-checked") == "true"
@@ -406,17 +307,6 @@ def test_no_view_is_wider_than_a_phone_in_dark_and_light(tab: Tab) -> None:
         assert page.evaluate("document.body.classList.contains('body--dark')") is (scheme == "dark")
     tab.page.emulate_media(color_scheme="light")
     tab.page.set_viewport_size({"width": 1280, "height": 900})
-
-
-@pytest.mark.torture
-def test_axe_finds_nothing_serious(tab: Tab) -> None:
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="NOT TESTED: there is no axe-core")
-    for path in ("/", f"/run?id={REAL[0]}", f"/compare?runs={','.join(REAL)}"):
-        page = tab.open(path, ".ag-row" if path == "/" else "canvas")
-        found = axe.Axe().run(page).response["violations"]
-        serious = {it["id"]: [node["html"][:200] for node in it["nodes"]][:3]
-                   for it in found if it["impact"] in ("serious", "critical")}  # fmt: skip
-        assert serious == {}, path
 
 
 @pytest.mark.torture

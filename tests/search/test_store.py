@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import glob
 import json
 import os
-import secrets
-import shutil
-import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
-from wsgiref.util import setup_testing_defaults
 
 import optuna
 import pytest
 from optuna.trial import TrialState
+from postgres import start_postgres
 
 from dovetail.errors import ConfigError, UnknownNameError
 from dovetail.search.processes import Attempt
@@ -272,26 +267,6 @@ def test_optuna_sees_parameters_ranges_values_and_states(lab: Any) -> None:
     assert "exit code 1" in study.trials[2].user_attrs["reason"]
 
 
-@pytest.mark.slow
-def test_the_optuna_dashboard_opens_the_store(lab: Any) -> None:
-    dashboard = pytest.importorskip("optuna_dashboard", reason="pip install optuna-dashboard")
-    done = lab.run(SCRIPT, "grid", hyperparameters=RANGES)
-    app = dashboard.wsgi(lab.store.storage)
-    answers: list[str] = []
-
-    def get(path: str) -> Any:
-        request: dict[str, Any] = {"PATH_INFO": path, "QUERY_STRING": "after=0"}
-        setup_testing_defaults(request)
-        return json.loads(b"".join(app(request, lambda status, headers, error=None: answers.append(status))))
-
-    assert [study["study_name"] for study in get("/api/studies")["study_summaries"]] == ["experiment"]
-    detail = get(f"/api/studies/{done.id}")
-    assert [trial["state"] for trial in detail["trials"]] == ["Complete"] * 3
-    assert [point["step"] for point in detail["trials"][0]["intermediate_values"]] == [1, 2]
-    assert {param["name"] for param in detail["trials"][0]["params"]} == {"lr", "net.act"}
-    assert answers == ["200 OK"] * 2
-
-
 # ------------------------------------------------------------------ jobs
 
 
@@ -323,47 +298,8 @@ def test_other_files_beside_jobs_are_ignored(lab: Any) -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """The URL of a PostgreSQL server that listens on the loopback only, and is gone afterwards."""
-    programs = [shutil.which("initdb"), *sorted(glob.glob("/usr/lib/postgresql/*/bin/initdb"))]
-    found = next((Path(program).resolve().parent for program in programs if program), None)
-    if found is None:
-        pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
-    pytest.importorskip("psycopg", reason="pip install 'psycopg[binary]'")
-    # The server refuses to run as root.
-    owner: dict[str, Any] = {"user": "postgres"} if os.getuid() == 0 else {}
-    password = secrets.token_hex(16)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    folder = Path(tempfile.mkdtemp(prefix="dovetail-postgres-"))
-    try:
-        (folder / "password").write_text(password)
-        if owner:
-            for path in (folder, folder / "password"):
-                shutil.chown(path, "postgres")
-        cluster: list[str | Path] = ["-D", folder / "data"]
-        made: list[str | Path] = [
-            found / "initdb",
-            *cluster,
-            "-U",
-            "dovetail",
-            "-A",
-            "scram-sha-256",
-            "--pwfile",
-            folder / "password",
-        ]
-        subprocess.run([*made, "--no-sync"], check=True, stdout=subprocess.DEVNULL, cwd=folder, **owner)
-        options: list[str | Path] = ["-h", "127.0.0.1", "-p", str(port), "-k", folder, "-c", "fsync=off"]
-        with open(folder / "log", "w") as log:
-            process = subprocess.Popen([found / "postgres", *cluster, *options], stderr=log, cwd=folder, **owner)
-        try:
-            while b"ready to accept connections" not in (folder / "log").read_bytes():
-                assert process.poll() is None, (folder / "log").read_text()
-            yield f"postgresql://dovetail:{password}@127.0.0.1:{port}/postgres"
-        finally:
-            process.terminate()
-            process.wait()
-    finally:
-        shutil.rmtree(folder)
+    with start_postgres() as url:
+        yield url
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dovetail.history import History
-from dovetail.ui.columns import rows_of
+from dovetail.ui.columns import Columns, rows_of
 from dovetail.ui.readers import HistoryReader, LogTail, ReportsReader
 
 HEADER = b'{"dovetail_history": 1}\n'
@@ -184,3 +184,24 @@ def test_the_tail_of_a_log_has_whole_lines(tmp_path: Path) -> None:
     path.write_bytes(b"a first line\nsecond \xff line\nthird\n")
     assert (tail.update(), tail.text) == (True, "third\n")
     assert tail.update() is False
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"epoch": each, "loss": 0.5 * each} for each in range(4)],
+        [{"epoch": 1, "loss": 1}, {"epoch": 2}, {"loss": 0.25, "lr": 0.1}],
+        [{"epoch": 1, "loss": "NaN"}, {"epoch": 2, "loss": True}],
+        [{"epoch": 1, "loss": 10**400}, {"epoch": 2, "loss": None}],
+        [{}, {}],
+    ],
+)
+def test_many_rows_at_once_equal_one_row_at_a_time(rows: list[dict[str, Any]]) -> None:
+    staged = [(stage, row) for row in rows for stage in ("train", "valid")]
+    single, several, mixed = Columns(), Columns(), Columns()
+    for stage, row in staged:
+        single.add(stage, row)
+    several.extend(staged)
+    mixed.add(*staged[0])
+    mixed.extend(staged[1:])
+    assert repr(several) == repr(mixed) == repr(single)

@@ -55,6 +55,22 @@ def test_runs_of_all_folders_are_found_with_state_best_and_last(tmp_path: Path) 
     assert found["deep/b"].error == "ValueError: no"
 
 
+def test_a_table_has_the_journals_before_any_history_is_read(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_run(tmp_path / name, [2.0, 1.0], lr=0.1)
+    library = Library([tmp_path])
+    library.scan()
+    first, second = library.runs.values()
+    assert first.poll_journal()
+    it = first.summary()
+    assert (it.state, it.metric, first.settings, first.is_read) == ("finished", "", {"lr": 0.1}, False)
+    # A view that needs the numbers does not wait for the thread of the library.
+    assert first.series("valid_loss", "epoch")[1].tolist() == [2.0, 1.0]
+    library.poll()
+    assert [run.summary().best for run in (first, second)] == [1.0, 1.0]
+    assert first.series("valid_loss", "epoch")[1].tolist() == [2.0, 1.0]
+
+
 def test_new_rows_new_runs_and_removed_runs_are_seen(tmp_path: Path) -> None:
     history = write_run(tmp_path / "a", [1.0], "running")
     library = read(tmp_path)

@@ -12,8 +12,11 @@ import numpy as np
 import pytest
 
 from dovetail.federated.servers.results import WriteResults
+from dovetail.history import History
+from dovetail.search.charts import BarChart, LineChart, quality_color
 from dovetail.search.processes import Attempt
 from dovetail.search.records import ExperimentError, ExperimentRecord, TrialRecord
+from dovetail.search.report import experiment_charts
 from dovetail.search.schema import read_experiment
 from dovetail.search.store import Store
 from dovetail.servers import fedavg
@@ -84,6 +87,12 @@ def test_a_store_below_a_folder_is_found_with_its_trials_as_runs(store: Store, t
     assert (run.name, run.group, run.summary().state) == (f"trial {trial}", f"search · experiment {made.id}", "killed")
     assert (run.summary().last, dict(run.settings)) == (0.5, {"lr": 0.1, "net.depth": 2})
     assert library.experiment(0, 99) is library.experiment(7, 1) is None
+    # The history of a trainer in the trial.
+    (folder / "run").mkdir()
+    History().save(folder / "run" / "ck_history.jsonl")
+    library.scan()
+    library.poll_stores()
+    assert [each.group for each in library.runs.values()] == [run.group] * 2
 
 
 def test_new_trials_and_states_are_read_and_finished_ones_are_not(
@@ -161,22 +170,30 @@ def test_rungs_and_workers_follow_from_the_trials(tmp_path: Path) -> None:
     assert gantt["yAxis"]["data"] == ["worker 1", "worker 2"]
 
 
-def test_charts_of_an_experiment_have_every_trial(tmp_path: Path) -> None:
+def test_the_page_draws_the_charts_of_the_report(tmp_path: Path) -> None:
     it = record(tmp_path)
-    assert len(charts.trial_curves(it)["series"]) == 6
-    dots, stairs = charts.best_curve(it)["series"]
-    assert (len(dots["data"]), stairs["data"][-1]) == (6, [15, pytest.approx(1 / 6)])
-    parallel = charts.parallel(it)
-    assert parallel is not None
+    found = {name: chart for name, (_, chart) in experiment_charts(it).items()}
+    made = {name: charts.drawn(chart) for name, chart in found.items() if not isinstance(chart, str)}
+    curves, best, importance = found["curves"], found["best"], found["importance"]
+    assert isinstance(curves, LineChart)
+    assert isinstance(best, LineChart)
+    assert isinstance(importance, BarChart)
+    shown = {str(series["data"]): series["color"] for series in made["curves"]["series"]}
+    assert shown == {str([list(point) for point in line.points]): quality_color(line.quality) for line in curves.lines}
+    stairs, dots = made["best"]["series"]
+    assert stairs["data"] == [list(point) for point in best.lines[0].points]
+    assert sorted(each["value"] for each in dots["data"]) == [list(line.points[0]) for line in best.lines[1:]]
+    parallel = made["parallel"]
     assert [axis["type"] for axis in parallel["parallelAxis"]] == ["log", "category", "value", "value"]
     # ECharts draws numbers of words at the right places, and all words of such an axis at one place.
     assert parallel["parallelAxis"][1]["data"] == ["<b>tanh</b>", "relu"]
     assert [line["value"][1] for line in parallel["series"][0]["data"]] == [1, 1, 1, 0, 0, 0]
+    assert made["importance"]["series"][0]["data"] == [share for _, share in reversed(importance.bars)]
+    assert "6 trials after 20 batches" in importance.note
     assert len(charts.slices(it)) == 3
-    assert charts.parallel(record(tmp_path, 1)) is None
-    options, note = charts.importance(it)
-    assert options is not None
-    assert (len(options["series"][0]["data"]), "6 trials after 20 batches" in note) == (3, True)
+    one = experiment_charts(record(tmp_path, 1), with_importance=False)
+    assert isinstance(one["parallel"][1], str)
+    assert "importance" not in one
 
 
 def keys(value: Any) -> set[str]:
@@ -189,7 +206,8 @@ def test_text_of_users_is_never_a_key_that_could_run(tmp_path: Path) -> None:
     it = record(tmp_path)
     name = ":alert(1)"
     curve = (name, np.arange(3.0), np.arange(3.0), False)
-    made = [charts.trial_curves(it), charts.best_curve(it), charts.parallel(it), charts.gantt(it), *charts.slices(it)]
+    made = [charts.drawn(chart) for _, chart in experiment_charts(it).values() if not isinstance(chart, str)]
+    made += [charts.gantt(it) or {}, *(options for _, options in charts.slices(it))]
     made += [charts.comparison([curve], [(name, *(np.arange(3.0),) * 4)], name, name, log_x=True, log_y=True)]
     assert not [key for each in made for key in keys(json.loads(json.dumps(each))) if key.startswith(":")]
     assert not [key for row in trial_rows(it) for key in row if key.startswith(":")]

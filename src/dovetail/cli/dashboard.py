@@ -1,4 +1,4 @@
-"""Command `dovetail dashboard`: the experiments in a browser, on this machine only."""
+"""Command `dovetail dashboard`: the live page of the experiments of a store, on this machine only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import typer
 
 from dovetail.cli.output import Home, StoreUrl, open_store
-from dovetail.errors import ConfigError
 from dovetail.extras import require
 
 
@@ -18,40 +17,36 @@ def dashboard(
     home: Home = None,
     store: StoreUrl = None,
 ) -> None:
-    """Show experiments in a browser, with optuna-dashboard, until Ctrl-C.
+    """Show the experiments of a store in the page of `dovetail ui`, live, until Ctrl-C.
 
     The printed address contains a token, without which no other user of this machine can read or change anything.
     """
-    from dovetail.cli.serving import Guarded, LocalServer, serve
     from dovetail.ui.guard import HOST
+    from dovetail.ui.library import Library
+    from dovetail.ui.server import serve
 
-    pages = require("optuna_dashboard", "dashboard")
+    require("nicegui", "ui")
+    # Reports in one sentence that there are no experiments, or that the database server does not respond.
     opened = open_store(home, store)
-    guarded = Guarded(pages.wsgi(opened.storage))
-    try:
-        # Bound before the address is printed: the port may be taken, and 0 becomes a number only here.
-        server = LocalServer(port, guarded)
-    except OSError as error:
-        raise ConfigError(f"port {port}: {error.strerror}: choose another --port, or 0 for any") from error
 
-    def announce() -> None:
-        print(f"experiments: {guarded.address(f'http://{HOST}:{server.server_port}/')}", flush=True)
+    def announce(address: str) -> None:
+        print(f"experiments: {address}", flush=True)
         if tensorboard:
             print(f"TensorBoard: {_start_tensorboard(opened.home / 'experiments', HOST)}", flush=True)
 
-    with server:
-        serve(server, announce)
+    library = Library([store or opened.home], opened.home)
+    serve(library, port, announce, command="dovetail dashboard")
 
 
 def _start_tensorboard(folder: Path, host: str) -> str:
     """Start TensorBoard in a thread, and return its address with its token."""
-    from dovetail.cli.serving import Guarded
+    from dovetail.ui.guard import GuardedWsgi
 
     program = require("tensorboard.program", "tensorboard")
-    guards: list[Guarded] = []
+    guards: list[GuardedWsgi] = []
 
     def make_server(application: Any, flags: Any) -> Any:
-        guards.append(Guarded(application))
+        guards.append(GuardedWsgi(application, "dovetail dashboard"))
         # TensorBoard has no protection itself, so it gets the same token check.
         return program.WerkzeugServer(guards[-1], flags)
 

@@ -1,7 +1,10 @@
-"""Charts of a report, as SVG for a page or drawn with matplotlib.
+"""Charts of an experiment, for its report (SVG and matplotlib) and for the live page, which draws them with ECharts.
 
-The colour shows the quality of a trial, from `BAD` to `GOOD`, in the same way in every chart. In a page the two colours
-are variables of its style sheet, so that the page can be light or dark.
+A chart has its lines, labels, scales and colours, so report and page show the same. Only the drawing differs: a report
+is one small file without scripts of libraries, and ECharts draws in a browser only.
+
+The colour shows the quality of a trial, from `BAD` to `GOOD`, in the same way in every chart. In a report the two
+colours are variables of its style sheet, so that it can be light or dark.
 """
 
 from __future__ import annotations
@@ -16,12 +19,23 @@ from dovetail.printing import page_text as escape
 from dovetail.printing import printable
 
 Color = tuple[float, float, float]
-GOOD: Color = (0.09, 0.36, 0.72)
+# Has a contrast of at least 3 to 1 on white, and on the dark background of the live page.
+GOOD: Color = (0.09, 0.43, 0.80)
 BAD: Color = (0.84, 0.80, 0.75)
 _INK = "#222222"
 
 _WIDTH, _HEIGHT = 640.0, 320.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 16.0, 14.0, 44.0
+
+
+def quality_color(quality: float) -> str:
+    """Return a colour between `BAD` for the worst and `GOOD` for the best trial, as `#rrggbb`.
+
+    Example:
+        >>> quality_color(0.0), quality_color(1.0)
+        ('#d6ccbf', '#176ecc')
+    """
+    return "#" + "".join(f"{round(255 * part):02x}" for part in _color(quality))
 
 
 def shown(value: Any) -> str:
@@ -163,13 +177,18 @@ class LineChart:
             look = {"linestyle": "none", "marker": "o", "markersize": 5} if is_alone else {"linewidth": 1.6}
             drawstyle = "steps-post" if line.style == "stairs" else "default"
             axes.plot(x, y, color=_color(line.quality), drawstyle=drawstyle, **look)
-        if self._scales()[1].is_log:
+        if self.is_log:
             axes.set_yscale("log")
         axes.set_xlabel(_plain(self.x), color=_INK)
         axes.set_ylabel(_plain(self.y), color=_INK)
         axes.grid(axis="y", color="#e5e5e5", linewidth=0.8)
         axes.set_axisbelow(True)
         _frame(axes)
+
+    @property
+    def is_log(self) -> bool:
+        """Whether the vertical axis is logarithmic."""
+        return self._scales()[1].is_log
 
     def _scales(self) -> tuple[Scale, Scale]:
         points = [point for line in self.lines for point in line.points]
@@ -194,10 +213,14 @@ class Dimension:
     Attributes:
         name: The name of the hyperparameter or metric.
         labels: Positions from 0 to 1, and the text at each of them.
+        values: The value of each line on this axis: numbers, or text that has its place among `labels`.
+        is_log: Whether the numbers are on a logarithmic scale.
     """
 
     name: str
     labels: tuple[tuple[float, str], ...]
+    values: tuple[float, ...] | tuple[str, ...] = ()
+    is_log: bool = False
 
 
 @dataclass(frozen=True)

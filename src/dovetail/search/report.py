@@ -31,7 +31,7 @@ from dovetail.units import counted, unit_name
 
 # With fewer trials, the importance of hyperparameters cannot be estimated.
 _ENOUGH = 5
-_Chart = LineChart | ParallelChart | BarChart
+Chart = LineChart | ParallelChart | BarChart
 
 
 def report(record: ExperimentRecord, path: str | os.PathLike[str]) -> list[Path]:
@@ -52,7 +52,7 @@ def report(record: ExperimentRecord, path: str | os.PathLike[str]) -> list[Path]
         'report.html'
     """
     target = Path(path)
-    charts = _charts(record)
+    charts = experiment_charts(record)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(_page(record, charts), encoding="utf-8")
     if importlib.util.find_spec("matplotlib") is None:
@@ -162,13 +162,18 @@ def measured_trials(record: ExperimentRecord) -> list[TrialRecord]:
     return [trial for trial in record.trials if trial.best is not None and math.isfinite(trial.best)]
 
 
-def _charts(record: ExperimentRecord) -> dict[str, tuple[str, _Chart | str]]:
-    """Return the title of each chart, and the chart or the reason why there is none."""
+def experiment_charts(record: ExperimentRecord, *, with_importance: bool = True) -> dict[str, tuple[str, Chart | str]]:
+    """Return the title of each chart, and the chart or the reason why there is none, for the report and the live page.
+
+    Args:
+        record: The record of the experiment.
+        with_importance: False leaves out the importance of hyperparameters, whose estimate takes seconds.
+    """
     name = record.metric or record.metric_label
     return {
         "curves": (f"Learning curves: {name}", _curves(record)),
         "best": (f"Best {name} so far", _best(record)),
-        "importance": ("Importance of hyperparameters", importance_chart(record)),
+        **({"importance": ("Importance of hyperparameters", importance_chart(record))} if with_importance else {}),
         "parallel": ("Hyperparameters and results", _parallel(record)),
     }
 
@@ -247,12 +252,13 @@ def _dimension(name: str, column: Sequence[Any], is_log: bool | None) -> tuple[D
             # Labels that are nearer would overlap. The ends come first, because they are always shown.
             if all(abs(scale(tick) - place) > 0.07 for place, _ in labels):
                 labels.append((scale(tick), shown(tick)))
-        return Dimension(name, tuple(labels)), [scale(value) for value in column]
+        return Dimension(name, tuple(labels), tuple(column), scale.is_log), [scale(value) for value in column]
     # Values that are not all numbers get evenly spaced positions in the order of their texts.
     spelled = [json.dumps(value) if isinstance(value, (list, dict)) else shown(value) for value in column]
     known = sorted(set(spelled))
     places = {label: (index + 0.5) / len(known) for index, label in enumerate(known)}
-    return Dimension(name, tuple((place, label) for label, place in places.items())), [places[s] for s in spelled]
+    labels = [(place, label) for label, place in places.items()]
+    return Dimension(name, tuple(labels), tuple(spelled)), [places[each] for each in spelled]
 
 
 def is_log_scale(record: ExperimentRecord, name: str) -> bool | None:
@@ -345,7 +351,7 @@ def _shares(
         return optuna.importance.get_param_importances(study)
 
 
-def _draw(chart: _Chart, path: Path) -> Path:
+def _draw(chart: Chart, path: Path) -> Path:
     figures = require("matplotlib.figure", "plot")
     # Not pyplot: it would change global state and need a display.
     figure = figures.Figure(figsize=(7.0, 3.6), dpi=144, layout="constrained")
@@ -360,7 +366,7 @@ def _draw(chart: _Chart, path: Path) -> Path:
 # The page
 
 
-def _page(record: ExperimentRecord, charts: Mapping[str, tuple[str, _Chart | str]]) -> str:
+def _page(record: ExperimentRecord, charts: Mapping[str, tuple[str, Chart | str]]) -> str:
     template = resources.files("dovetail.search").joinpath("report.html").read_text(encoding="utf-8")
     # Only our script may run in the page, even if some text is interpreted as markup.
     script = template.partition("<script>")[2].partition("</script>")[0]
@@ -408,7 +414,7 @@ def _facts(record: ExperimentRecord) -> dict[str, str]:
     }
 
 
-def _section(name: str, title: str, chart: _Chart) -> str:
+def _section(name: str, title: str, chart: Chart) -> str:
     wide = ' class="wide"' if name == "parallel" else ""
     note = f'<p class="faint">{escape(chart.note)}</p>\n' if isinstance(chart, BarChart) and chart.note else ""
     content = f'<div class="scroll">{chart.svg()}</div>\n{note}'

@@ -13,16 +13,9 @@ from typing import Any
 import numpy as np
 
 from dovetail.printing import printable
+from dovetail.search.charts import BarChart, Line, LineChart, ParallelChart, quality_color
 from dovetail.search.records import ExperimentRecord
-from dovetail.search.report import (
-    best_so_far,
-    importance_chart,
-    is_log_scale,
-    is_number,
-    measured_trials,
-    trial_quality,
-    varied_hparams,
-)
+from dovetail.search.report import Chart, is_log_scale, is_number, measured_trials, varied_hparams
 from dovetail.ui.columns import Numbers
 from dovetail.ui.experiments import finite, lanes, rungs, timeline
 from dovetail.ui.federations import Federation
@@ -44,6 +37,7 @@ STATE_COLORS = {
 }
 _LONGEST_NAME = 60
 _LONGEST_LEGEND = 40
+_MOST_AXES = 10
 
 Options = dict[str, Any]
 
@@ -125,7 +119,7 @@ def legend(options: Options, number: int) -> Options:
     """Add a legend below the chart, which scrolls if it has many entries; without one, hovering shows the names."""
     if 1 < number <= _LONGEST_LEGEND:
         options["legend"] = {"type": "scroll", "bottom": 0, "textStyle": {"color": GREY}, "icon": "roundRect",
-                             "itemHeight": 4, "pageTextStyle": {"color": GREY}}  # fmt: skip
+                             "itemHeight": 10, "itemWidth": 16, "pageTextStyle": {"color": GREY}}  # fmt: skip
         options["grid"]["bottom"] = 56
     return options
 
@@ -182,73 +176,68 @@ def _positive(xs: Numbers, ys: Numbers, log_x: bool, log_y: bool) -> tuple[Numbe
 # Experiments
 
 
-def trial_curves(record: ExperimentRecord) -> Options:
-    """Return the learning curves of all trials; the colour shows the quality, as in the report."""
-    options = axes("batches", record.metric)
-    quality = trial_quality(record)
-    for trial in record.trials:
-        data = [[step, value] for step, value in trial.values.items() if math.isfinite(value)]
-        if data:
-            color = quality_color(quality.get(trial.id, 0.0))
-            style = {"width": 1.5, "color": color, "type": "solid"}
-            options["series"].append(line(f"trial {trial.id}", data, color=color, lineStyle=style))
-    options["tooltip"]["trigger"] = "item" if len(options["series"]) > 12 else "axis"
-    return options
+def drawn(chart: Chart) -> Options:
+    """Return a chart of an experiment; the report draws the same lines, labels and colours."""
+    if isinstance(chart, BarChart):
+        shares = list(reversed(chart.bars))
+        return bars([shortened(name, 24) for name, _ in shares], [value for _, value in shares], "share")
+    return _parallel(chart) if isinstance(chart, ParallelChart) else _lines(chart)
 
 
-def quality_color(quality: float) -> str:
-    """Return a colour between light orange for the worst and blue for the best trial.
-
-    Example:
-        >>> quality_color(0.0), quality_color(1.0)
-        ('#dcc39a', '#0072b2')
-    """
-    worst, best = (220, 195, 154), (0, 114, 178)
-    return "#" + "".join(f"{round(a + (b - a) * quality):02x}" for a, b in zip(worst, best, strict=True))
-
-
-def best_curve(record: ExperimentRecord) -> Options:
-    """Return the value of every trial, and the best one so far."""
-    options = axes("trial", record.metric)
-    found = best_so_far(record)
-    stairs = line("best so far", [list(pair) for pair in found.items()], 0, step="end", showSymbol=False)
-    dots = {
-        "type": "scatter",
-        "name": "trial",
-        "symbolSize": 7,
-        "color": PALETTE[1],
-        "data": [[trial.id, trial.best] for trial in measured_trials(record)],
-    }
-    options["series"] = [dots, stairs]
+def _lines(chart: LineChart) -> Options:
+    options = axes(chart.x, chart.y, log_y=chart.is_log)
+    # Batches and trials are whole numbers, so ticks are, too.
     options["xAxis"]["minInterval"] = 1
+    dots: list[Options] = []
+    for each in sorted(chart.lines, key=lambda each: each.quality):
+        color = quality_color(each.quality)
+        data = [list(point) for point in each.points]
+        if each.style == "dots":
+            dots += [{"value": point, "name": _first_line(each), "itemStyle": {"color": color}} for point in data]
+            continue
+        look = {"width": 1.6, "color": color, "type": "solid", "opacity": _opacity(each.quality)}
+        style: Options = {"lineStyle": look, "color": color}
+        if each.style == "stairs":
+            style |= {"step": "end", "showSymbol": False}
+        options["series"].append(line(_first_line(each), data, **style))
+    if dots:
+        options["series"].append(
+            {"type": "scatter", "name": "trial", "symbolSize": 7, "color": PALETTE[0], "data": dots}
+        )
+    # Hovering a point shows one trial; a list of all trials would cover the chart.
+    options["tooltip"]["trigger"] = "item" if dots or len(options["series"]) > 12 else "axis"
     return options
 
 
-def parallel(record: ExperimentRecord) -> Options | None:
-    """Return parallel coordinates of the differing hyperparameters and the metric; None if nothing differs."""
-    trials = measured_trials(record)
-    columns = varied_hparams(trials)
-    if not columns or len(trials) < 2:
-        return None
-    columns = {**dict(list(columns.items())[:10]), record.metric: [trial.best for trial in trials]}
-    dimensions, places = [], []
-    for index, (name, column) in enumerate(columns.items()):
-        dimension: Options = {"dim": index, "name": shortened(name.rpartition(".")[2] or name, 18)}
-        if all(is_number(value) for value in column):
-            is_log = bool(is_log_scale(record, name)) and min(column) > 0
-            dimension |= {"type": "log" if is_log else "value", "scale": True}
-            places.append(column)
+def _opacity(quality: float) -> float:
+    """Return the opacity of a trial: on a light and on a dark page, bad trials are nearer to the background."""
+    return round(0.65 + 0.35 * quality, 2)
+
+
+def _first_line(each: Line) -> str:
+    return each.label.partition("\n")[0]
+
+
+def _parallel(chart: ParallelChart) -> Options:
+    # The last axis is the metric.
+    chosen = [*chart.dimensions[:-1][:_MOST_AXES], chart.dimensions[-1]]
+    dimensions: list[Options] = []
+    columns: list[tuple[float, ...]] = []
+    for index, given in enumerate(chosen):
+        dimension: Options = {"dim": index, "name": shortened(given.name.rpartition(".")[2] or given.name, 18)}
+        if all(is_number(value) for value in given.values):
+            dimension |= {"type": "log" if given.is_log else "value", "scale": True}
+            columns.append(tuple(float(value) for value in given.values))
         else:
-            words = sorted(set(map(str, column)))
+            words = [label for _, label in given.labels]
             dimension |= {"type": "category", "data": [shortened(word, 14) for word in words]}
             # Numbers of the words: as text, all values would be drawn at one place.
-            places.append([words.index(str(value)) for value in column])
+            columns.append(tuple(words.index(str(value)) for value in given.values))
         dimensions.append(dimension)
-    quality = trial_quality(record)
     data = [
-        {"value": list(values), "name": f"trial {trial.id}",
-         "lineStyle": {"color": quality_color(quality[trial.id]), "opacity": 0.8}}
-        for trial, values in zip(trials, zip(*places, strict=True), strict=True)
+        {"value": list(values), "name": _first_line(each),
+         "lineStyle": {"color": quality_color(each.quality), "opacity": _opacity(each.quality)}}
+        for each, values in zip(chart.lines, zip(*columns, strict=True), strict=True)
     ]  # fmt: skip
     label = {"color": GREY, "hideOverlap": True}
     return {
@@ -263,15 +252,6 @@ def parallel(record: ExperimentRecord) -> Options | None:
         "tooltip": {"confine": True},
         "series": [{"type": "parallel", "smooth": False, "lineStyle": {"width": 1.6}, "data": data}],
     }  # fmt: skip
-
-
-def importance(record: ExperimentRecord) -> tuple[Options | None, str]:
-    """Return bars of the importance of hyperparameters, and a sentence about them or why there are none."""
-    found = importance_chart(record)
-    if isinstance(found, str):
-        return None, found
-    shares = list(reversed(found.bars))
-    return bars([shortened(name, 24) for name, _ in shares], [value for _, value in shares], "share"), found.note
 
 
 def bars(names: Sequence[str], values: Sequence[float], label: str = "", *, upright: bool = False) -> Options:

@@ -11,13 +11,15 @@ from __future__ import annotations
 import hmac
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Collection, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
 HOST = "127.0.0.1"
 _HOSTS = re.compile(r"(127\.0\.0\.1|localhost)(:[0-9]{1,5})?")
+# The path below which a reverse proxy shows the page.
+_PREFIX = re.compile(r"(/[\w.~-]+)*", re.ASCII)
 _TOKEN = "token"  # noqa: S105 - the name of a field
 # Nothing may be loaded from another machine, and no other page may show this one in a frame.
 _POLICY = (
@@ -48,6 +50,7 @@ class Request:
         origin: The header `Origin`; None if there is none.
         cookie: The header `Cookie`.
         port: The port of the server.
+        prefix: The header `X-Forwarded-Prefix` of a reverse proxy.
     """
 
     method: str
@@ -57,6 +60,7 @@ class Request:
     origin: str | None
     cookie: str
     port: int | str
+    prefix: str = ""
 
 
 @dataclass(frozen=True)
@@ -115,9 +119,11 @@ class Guard:
                 return Answer("401 Unauthorized", self._how)
             rest = urlencode([pair for pair in query if pair[0] != _TOKEN])
             # Exactly one slash, because an address that starts with two leads to another host.
-            place = "/" + (request.path or "/").lstrip("/") + (f"?{rest}" if rest else "")
+            prefix = request.prefix if _PREFIX.fullmatch(request.prefix) else ""
+            place = f"{prefix}/" + (request.path or "/").lstrip("/") + (f"?{rest}" if rest else "")
             secure = "; Secure" if host in self._hosts else ""
-            kept = f"{cookie}={self.token}; Path=/; HttpOnly; SameSite=Strict{secure}"
+            # Other applications of the proxy do not get the cookie.
+            kept = f"{cookie}={self.token}; Path={prefix or '/'}; HttpOnly; SameSite=Strict{secure}"
             headers = (("Location", place), ("Set-Cookie", kept), ("Referrer-Policy", "no-referrer"))
             return Answer("303 See Other", "", (*headers, ("Cache-Control", "no-store")))
         if not any(self._is_token(value) for value in _cookies(request.cookie, cookie)):
@@ -134,11 +140,70 @@ def _cookies(header: str, name: str) -> list[str]:
     return [value for key, _, value in pairs if key == name]
 
 
-class GuardedAsgi:
-    """An ASGI application behind a guard; its answers let a browser load nothing from other machines."""
+class GuardedWsgi:
+    """A WSGI application behind a guard.
 
-    def __init__(self, application: Callable[[Scope, Receive, Send], Awaitable[None]], guard: Guard) -> None:
-        self._application, self._guard = application, guard
+    Args:
+        application: The application.
+        command: The command that prints the address, for the error message.
+
+    Example:
+        >>> guarded = GuardedWsgi(lambda environment, start: [], "dovetail dashboard")
+        >>> said = []
+        >>> _ = guarded({"HTTP_HOST": "evil.example", "SERVER_PORT": "80"}, lambda status, headers: said.append(status))
+        >>> said
+        ['403 Forbidden']
+    """
+
+    def __init__(self, application: Callable[..., Iterable[bytes]], command: str) -> None:
+        self._guard, self._application = Guard(command), application
+
+    @property
+    def token(self) -> str:
+        """The random text that every request needs."""
+        return self._guard.token
+
+    def address(self, url: str) -> str:
+        """Return the address of a page with the token, for the user to open."""
+        return self._guard.address(url)
+
+    def __call__(self, environment: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        """Handle a request."""
+        answer = self._guard.answer(
+            Request(
+                method=environment.get("REQUEST_METHOD", ""),
+                path=environment.get("PATH_INFO", ""),
+                query=environment.get("QUERY_STRING", ""),
+                host=environment.get("HTTP_HOST", ""),
+                origin=environment.get("HTTP_ORIGIN"),
+                cookie=environment.get("HTTP_COOKIE", ""),
+                port=environment["SERVER_PORT"],
+            )
+        )
+        if answer is None:
+            return self._application(environment, start)
+        text = f"{answer.text}\n".encode() if answer.text else b""
+        kind = [("Content-Type", "text/plain; charset=utf-8")] if text else []
+        start(answer.status, [*kind, *answer.headers, ("Content-Length", str(len(text)))])
+        return [text] if text else []
+
+
+class GuardedAsgi:
+    """An ASGI application behind a guard; its answers let a browser load nothing from other machines.
+
+    Args:
+        application: The application.
+        guard: Decides about requests.
+        before_request: Called before a request is passed on; None means nothing.
+    """
+
+    def __init__(
+        self,
+        application: Callable[[Scope, Receive, Send], Awaitable[None]],
+        guard: Guard,
+        before_request: Callable[[], None] | None = None,
+    ) -> None:
+        self._application, self._guard, self._before = application, guard, before_request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request or a connection."""
@@ -156,9 +221,12 @@ class GuardedAsgi:
                 origin=headers.get("origin"),
                 cookie=headers.get("cookie", ""),
                 port=server[1] or 0,
+                prefix=headers.get("x-forwarded-prefix", ""),
             )
         )
         if answer is None:
+            if self._before is not None:
+                self._before()
             await self._application(scope, receive, _with_headers(send))
         elif scope["type"] == "websocket":
             await receive()

@@ -27,7 +27,12 @@ _SCAN_SECONDS = 2.0
 _STORE_SECONDS = 1.0
 # Seconds after which a run that no view shows is polled every tenth time only.
 _QUIET_SECONDS = 30.0
+# Seconds that the reading of new runs waits after a request, and the longest wait in a row.
+_REQUEST_SECONDS = 0.3
+_LONGEST_WAIT = 3.0
 _BUDGET = 200 << 20
+# New runs that are read between two checks of the memory.
+_BETWEEN_CHECKS = 50
 
 
 class Library:
@@ -55,6 +60,8 @@ class Library:
         self._stores: set[Path] = set()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._requested = -1e9
+        self._grouped = -1
         for place in places or ["."]:
             if "://" in (text := os.fspath(place)):
                 self._add_server(text, home)
@@ -75,6 +82,16 @@ class Library:
         self.sources.append(ExperimentSource(partial(Store.open, home, url), masked_url(url), len(self.sources)))
 
     # ------------------------------------------------------------------ following
+
+    def give_way(self) -> None:
+        """Delay the reading of new runs for a moment, because a view is being built: both share one interpreter."""
+        self._requested = time.monotonic()
+
+    def _wait_for_views(self) -> None:
+        deadline = time.monotonic() + _LONGEST_WAIT
+        while (left := self._requested + _REQUEST_SECONDS - time.monotonic()) > 0 and time.monotonic() < deadline:
+            if self._stop.wait(left):
+                return
 
     def start(self) -> None:
         """Follow all files in a thread until `stop`."""
@@ -136,16 +153,33 @@ class Library:
 
     def poll(self, *, everything: bool = True) -> None:
         """Read what is new in all runs and federations; those that are quiet only if `everything` is set."""
+        self._read_new()
         for run in list(self.runs.values()):
             if self._stop.is_set():
                 return
             is_watched = run.is_running or time.monotonic() - run.used < _QUIET_SECONDS
-            if (everything or is_watched or not run.is_read) and run.poll():
+            if (everything or is_watched) and run.poll():
                 self.version += 1
         for federation in list(self.federations.values()):
             if federation.poll():
                 self.version += 1
         self._save_memory()
+
+    def _read_new(self) -> None:
+        """Read runs that have not been read yet: all journals first, which takes a moment, then the newest runs."""
+        new = [run for run in self.runs.values() if not run.is_read]
+        if sum(run.poll_journal() for run in new):
+            self.version += 1
+        for number, run in enumerate(sorted(new, key=lambda run: run.started, reverse=True)):
+            self._wait_for_views()
+            if number % _BETWEEN_CHECKS == 0:
+                self._save_memory()
+            if self._stop.is_set():
+                return
+            run.poll()
+            # Computed here instead of in the first request for the table.
+            run.summary()
+            self.version += 1
 
     def _save_memory(self) -> None:
         loaded = [(run.used, run) for run in self.runs.values()]
@@ -161,6 +195,19 @@ class Library:
         for source in list(self.sources):
             if source.poll():
                 self._set_trials(source)
+                self.version += 1
+        if self._grouped != self.version:
+            self._group_runs()
+            self._grouped = self.version
+
+    def _group_runs(self) -> None:
+        """Give a run that a trainer in a trial has written, below the folder of the trial, the group of the trial."""
+        groups = {run.folder: run.group for run in self.runs.values() if run.key.startswith("t")}
+        for run in self.runs.values():
+            group = next((groups[folder] for folder in (run.folder, *run.folder.parents) if folder in groups), "")
+            if group and run.group != group:
+                run.group = group
+                run.version += 1
                 self.version += 1
 
     def _set_trials(self, source: ExperimentSource) -> None:

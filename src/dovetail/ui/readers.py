@@ -126,8 +126,15 @@ class HistoryReader:
             rows = self._parse(b"[" + b",".join(lines) + b"]") if lines else []
         except (ValueError, RecursionError):
             rows = [self._parsed(line) for line in lines]
+        kept: list[tuple[str, dict[str, Any]]] = []
         for row in rows:
-            self._add(row)
+            if not isinstance(row, dict) or not isinstance(stage := row.pop("stage", None), str):
+                self.num_rejected += 1
+            elif stage == BATCHES:
+                self._add_losses(row)
+            else:
+                kept.append((stage, row))
+        self.columns.extend(kept)
 
     def _parsed(self, line: bytes) -> Any:
         try:
@@ -135,16 +142,11 @@ class HistoryReader:
         except (ValueError, RecursionError):
             return None
 
-    def _add(self, row: Any) -> None:
-        if not isinstance(row, dict) or not isinstance(stage := row.pop("stage", None), str):
-            self.num_rejected += 1
-        elif stage != BATCHES:
-            self.columns.add(stage, row)
-        else:
-            try:
-                self.columns.losses.extend(row["losses"])
-            except (KeyError, TypeError):
-                self._add_spelled(row.get("losses"))
+    def _add_losses(self, row: dict[str, Any]) -> None:
+        try:
+            self.columns.losses.extend(row["losses"])
+        except (KeyError, TypeError):
+            self._add_spelled(row.get("losses"))
 
     def _add_spelled(self, losses: Any) -> None:
         """Add losses among which are NaN or infinities, which are written as text."""

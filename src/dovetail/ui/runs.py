@@ -6,6 +6,7 @@ import functools
 import hashlib
 import math
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -100,9 +101,23 @@ class Run:
     _summary: tuple[int, RunSummary] | None = None
     _seen: tuple[Any, ...] = ()
     _state: RunState = "unknown"
+    # Views load runs while the thread of the library polls them.
+    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
+
+    def poll_journal(self) -> bool:
+        """Read what is new in the journal, and return whether anything has changed."""
+        if self.journal is None or not self.journal.update():
+            return False
+        self._state = self.state()
+        self.version += 1
+        return True
 
     def poll(self) -> bool:
         """Read what is new, and return whether anything has changed."""
+        with self._lock:
+            return self._poll()
+
+    def _poll(self) -> bool:
         files = (self.reader, self.journal, self.samples)
         seen = tuple(None if each is None else _stamp(each.path) for each in files)
         changed = False
@@ -124,16 +139,20 @@ class Run:
         return changed
 
     def load(self) -> Columns:
-        """Return all numbers of the run; they are read again if `release` has freed them."""
-        if self.is_released:
-            self.is_released = False
-            self.reader.update()
-        return self.reader.columns
+        """Return all numbers of the run; they are read if they were not read yet, or if `release` has freed them."""
+        with self._lock:
+            if not self.is_read:
+                self._poll()
+            if self.is_released:
+                self.is_released = False
+                self.reader.update()
+            return self.reader.columns
 
     def live(self) -> SamplesReader | None:
         """Return the samples of the run, read up to now; None for a trial."""
         if self.samples is not None:
-            self._read_samples()
+            with self._lock:
+                self._read_samples()
         return self.samples
 
     def _read_samples(self) -> bool:
@@ -144,10 +163,11 @@ class Run:
     def release(self) -> None:
         """Free the memory of the numbers; the summary is kept."""
         self.summary()
-        self.reader.forget()
-        if self.samples is not None:
-            self.samples.restart()
-        self.is_released, self._has_samples = True, False
+        with self._lock:
+            self.reader.forget()
+            if self.samples is not None:
+                self.samples.restart()
+            self.is_released, self._has_samples = True, False
 
     def state(self) -> RunState:
         """Return the state of the run."""
@@ -163,6 +183,14 @@ class Run:
     def id(self) -> str:
         """A short form of the key, for addresses."""
         return short_id(self.key)
+
+    @property
+    def started(self) -> float:
+        """The time of the first start, or else of the last change of the file."""
+        if (started := self._times()[0]) is not None:
+            return started
+        stamp = _stamp(self.reader.path)
+        return 0.0 if stamp is None else stamp[1] / 1e9
 
     @property
     def is_running(self) -> bool:
@@ -247,7 +275,8 @@ class Run:
         return RunSummary(**{**vars(found), "seconds": self._seconds()})
 
     def _summarize(self) -> RunSummary:
-        columns = self.load()
+        # A table of a thousand runs does not wait until all of them are read.
+        columns = self.load() if self.is_read else Columns()
         metric = main_metric(columns.metrics())
         values = columns.values(metric)
         mode = mode_or_none(metric) or "min"

@@ -38,7 +38,7 @@ def build_application(library: Library, guard: Guard, *, read_only: bool = False
         # On the loopback, compressing megabytes of scripts takes longer than sending them.
         gzip_middleware_factory=None,
     )
-    return GuardedAsgi(application, guard)
+    return GuardedAsgi(application, guard, library.give_way)
 
 
 def bind(port: int, host: str = HOST) -> socket.socket:
@@ -65,6 +65,7 @@ def serve(
     *,
     read_only: bool = False,
     hosts: Collection[str] = (),
+    command: str = "dovetail ui",
 ) -> None:
     """Serve the page until SIGINT or SIGTERM.
 
@@ -74,10 +75,11 @@ def serve(
         announce: Called with the address when the page can be opened.
         read_only: Reject every change.
         hosts: Other host names that are accepted, of a reverse proxy.
+        command: The command that prints the address, for the error message.
     """
     # Bound before anything is imported, so that a taken port is reported at once.
     listening = bind(port)
-    guard = Guard("dovetail ui", hosts)
+    guard = Guard(command, hosts)
     library.start()
     application = build_application(library, guard, read_only=read_only)
     uvicorn = require("uvicorn", "ui")

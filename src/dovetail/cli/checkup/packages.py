@@ -22,8 +22,7 @@ PURPOSES: Mapping[str, str] = {
     "mlflow": "MLflowLogger",
     "neptune": "NeptuneLogger",
     "search": "experiments",
-    "dashboard": "dovetail dashboard",
-    "ui": "dovetail ui",
+    "ui": "dovetail ui and dovetail dashboard",
     "postgres": "experiments on a PostgreSQL server",
     "ray": "trials and clients on a Ray cluster",
     "flower": "federations on Flower nodes",
@@ -139,7 +138,7 @@ def _check_extra(extra: str, requirements: Sequence[Requirement]) -> Check:
 
 def _needs(extra: str, requirements: Sequence[Requirement]) -> list[Requirement]:
     own = [each for each in requirements if each.extra == extra]
-    # An extra may include others: `dashboard` requires dovetail[search].
+    # An extra may include others: `ui` requires dovetail[search].
     joined = [
         each for name in own if name.name == "dovetail" for one in name.extras for each in _needs(one, requirements)
     ]

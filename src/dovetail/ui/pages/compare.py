@@ -12,6 +12,7 @@ from dovetail.ui.charts import Options, comparison, shortened
 from dovetail.ui.compare import groups_over_seeds, varied_settings
 from dovetail.ui.experiments import finite
 from dovetail.ui.pages.frame import NUMBER, SYMBOLS, Site, address, card, chart, follow, frame, update_chart
+from dovetail.ui.pages.tables import TableLink, set_link
 from dovetail.ui.runs import Run
 from dovetail.ui.series import band, downsample, smooth
 
@@ -44,7 +45,7 @@ def add(site: Site) -> None:
         baseline: str = "",
         everything: bool = False,
     ) -> None:
-        with frame(site, request, "Compare"):
+        with frame(site, request, "Compare", modules=["nicegui-echart", "nicegui-aggrid"]):
             chosen = list(dict.fromkeys(runs.split(",")))[:MOST_RUNS]
             # One pass over the library instead of one per run.
             by_id = {run.id: run for run in site.library.runs.values()}
@@ -53,8 +54,8 @@ def add(site: Site) -> None:
                 ui.label("Select runs in the table of all runs, and choose Compare.")
                 ui.link("All runs", "/")
                 return
-            _Comparison(site, found, metric, x if x in UNITS else "batches", smoothing, log_x, log_y, bands, baseline,
-                        everything)  # fmt: skip
+            _Comparison(site, TableLink.of(request.query_params), found, metric, x if x in UNITS else "batches",
+                        smoothing, log_x, log_y, bands, baseline, everything)  # fmt: skip
 
 
 class _Comparison:
@@ -63,6 +64,7 @@ class _Comparison:
     def __init__(
         self,
         site: Site,
+        link: TableLink,
         runs: list[Run],
         metric: str,
         x: str,
@@ -73,10 +75,11 @@ class _Comparison:
         baseline: str,
         everything: bool,
     ) -> None:
-        self.site, self.runs = site, runs
-        metrics = list(dict.fromkeys(name for run in runs for name in run.load().metrics()))
+        self.site, self.link, self.runs = site, link, runs
+        # A run that has not written a row has no metric.
+        metrics = list(dict.fromkeys(name for run in runs for name in run.load().metrics())) or [""]
         mains = [run.summary().metric for run in runs]
-        self.metric = metric if metric in metrics else max(set(mains), key=mains.count)
+        self.metric = metric if metric in metrics else max(sorted({*mains} & {*metrics}) or metrics, key=mains.count)
         self.x, self.smoothing = x, min(max(smoothing, 0.0), 0.99)
         self.log_x, self.log_y, self.bands, self.everything = log_x, log_y, bands, everything
         self.baseline = baseline if baseline in {run.id for run in runs} else ""
@@ -108,37 +111,37 @@ class _Comparison:
             ui.select(names, value=self.baseline, label="Baseline").props("dense outlined").classes(
                 "min-w-[9rem]"
             ).on_value_change(lambda e: self._set(baseline=e.value))
-            ui.button("CSV", on_click=lambda: ui.navigate.to(self._address("/download/compare.csv"))).props(
-                "flat no-caps"
-            )
-            ui.button("JSON", on_click=lambda: ui.navigate.to(self._address("/download/compare.json"))).props(
-                "flat no-caps"
-            )
+            ui.button(
+                "CSV", on_click=lambda: ui.navigate.to(address("/download/compare.csv", **self._settings()))
+            ).props("flat no-caps")
+            ui.button(
+                "JSON", on_click=lambda: ui.navigate.to(address("/download/compare.json", **self._settings()))
+            ).props("flat no-caps")
 
-    def _address(self, path: str = "/compare") -> str:
-        return address(
-            path,
-            runs=",".join(run.id for run in self.runs),
-            metric=self.metric,
-            x=self.x,
-            smoothing=self.smoothing or "",
-            log_x=self.log_x,
-            log_y=self.log_y,
-            bands=self.bands,
-            baseline=self.baseline,
-            everything=self.everything,
-        )
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "runs": ",".join(run.id for run in self.runs),
+            "metric": self.metric,
+            "x": self.x,
+            "smoothing": self.smoothing or "",
+            "log_x": self.log_x,
+            "log_y": self.log_y,
+            "bands": self.bands,
+            "baseline": self.baseline,
+            "everything": self.everything,
+        }
 
     def _set(self, **changes: Any) -> None:
         for name, value in changes.items():
             setattr(self, name, value)
-        ui.navigate.history.replace(self._address())
+        set_link(**self._settings())
         self._redraw()
 
     def _show_everything(self, value: bool) -> None:
         self.everything = value
         # The table gets other columns.
-        ui.navigate.to(self._address())
+        set_link(**self._settings())
+        ui.navigate.reload()
 
     def _redraw(self) -> None:
         update_chart(self.chart, self._options())
@@ -189,10 +192,8 @@ class _Comparison:
                   for name in self.columns),
             ]  # fmt: skip
             options = {
-                "columnDefs": columns,
+                **self.link.options(columns),
                 "rowData": self._rows(),
-                "defaultColDef": {"sortable": True, "resizable": True, "filter": True},
-                "suppressFieldDotNotation": True,
                 ":getRowId": "(p) => p.data.id",
                 "domLayout": "autoHeight" if len(self.runs) < 15 else "normal",
             }

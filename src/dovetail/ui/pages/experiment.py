@@ -11,8 +11,9 @@ from nicegui import run as worker
 
 from dovetail.errors import ConfigError, DovetailError
 from dovetail.printing import printable
+from dovetail.search.charts import BarChart
 from dovetail.search.records import OVER, ExperimentRecord
-from dovetail.search.report import best_config, duration, to_yaml, varied_hparams
+from dovetail.search.report import best_config, duration, experiment_charts, importance_chart, to_yaml, varied_hparams
 from dovetail.ui import charts
 from dovetail.ui.experiments import Command, ExperimentSource, log_of, trial_rows
 from dovetail.ui.pages.frame import (
@@ -29,6 +30,7 @@ from dovetail.ui.pages.frame import (
     text_block,
     update_chart,
 )
+from dovetail.ui.pages.tables import TableLink
 from dovetail.ui.readers import LogTail
 from dovetail.ui.runs import short_id
 
@@ -42,18 +44,19 @@ def add(site: Site) -> None:
     @ui.page("/experiment")
     def show(request: Request, store: int = 0, id: int = 0) -> None:
         found = site.library.experiment(store, id)
-        with frame(site, request, found[1].name if found else "Experiment"):
+        title = found[1].name if found else "Experiment"
+        with frame(site, request, title, modules=["nicegui-echart", "nicegui-aggrid"]):
             if found is None:
                 missing("experiment")
             else:
-                _ExperimentView(site, *found)
+                _ExperimentView(site, TableLink.of(request.query_params), *found)
 
 
 class _ExperimentView:
     """The parts of the view; the table and the charts are updated in place."""
 
-    def __init__(self, site: Site, source: ExperimentSource, record: ExperimentRecord) -> None:
-        self.site, self.source, self.id = site, source, record.id
+    def __init__(self, site: Site, link: TableLink, source: ExperimentSource, record: ExperimentRecord) -> None:
+        self.site, self.link, self.source, self.id = site, link, source, record.id
         self.drawn: dict[str, Any] = {}
         self._header()
         self._buttons()
@@ -145,12 +148,9 @@ class _ExperimentView:
             {"field": "restarts", "headerName": "Restarts", **number, "hide": True},
             {"field": "reason", "headerName": "Note", "width": 260, "tooltipField": "reason"},
         ]  # fmt: skip
-        self.num_columns = len(columns)
         options = {
-            "columnDefs": columns,
+            **self.link.options(columns),
             "rowData": self._rows(),
-            "defaultColDef": {"sortable": True, "resizable": True, "filter": True},
-            "suppressFieldDotNotation": True,
             ":getRowId": "(p) => String(p.data.id)",
             ":rowClassRules": "{'font-semibold': (p) => p.data.is_best}",
         }
@@ -200,12 +200,9 @@ class _ExperimentView:
 
     def _charts(self) -> None:
         record = self.record
+        shared = experiment_charts(record, with_importance=False).values()
         found: dict[str, charts.Options | None] = {
-            f"Learning curves: {record.metric}": charts.trial_curves(record)
-            if any(t.values for t in record.trials)
-            else None,
-            f"Best {record.metric} so far": charts.best_curve(record) if record.best_trial else None,
-            "Hyperparameters and results": charts.parallel(record),
+            **{title: None if isinstance(chart, str) else charts.drawn(chart) for title, chart in shared},
             "Rungs: trials that reached a number of batches": charts.rung_bars(record),
             "Workers": charts.gantt(record),
             **{f"{record.metric} by {name}": options for name, options in charts.slices(record)},
@@ -220,16 +217,15 @@ class _ExperimentView:
                 self.drawn[title] = chart(options, "17rem", title)
 
     async def _show_importance(self) -> None:
-        found = await worker.io_bound(charts.importance, self.record)
+        found = await worker.io_bound(importance_chart, self.record)
         # None means that the server is shutting down.
         if found is None:
             return
-        options, note = found
         self.importance.clear()
         with self.importance, card("Importance of hyperparameters"):
-            if options is not None:
-                chart(options, "14rem", "importance")
-            ui.label(printable(note)).classes("text-sm opacity-80")
+            if isinstance(found, BarChart):
+                chart(charts.drawn(found), "14rem", "importance")
+            ui.label(printable(found.note if isinstance(found, BarChart) else found)).classes("text-sm opacity-80")
 
     def _configuration(self) -> None:
         with ui.expansion("Configuration").classes("w-full dt-card"):

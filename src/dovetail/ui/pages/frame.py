@@ -16,6 +16,7 @@ from dovetail.history.journal import JournalReader
 from dovetail.printing import printable
 from dovetail.ui.charts import shortened
 from dovetail.ui.library import Library
+from dovetail.ui.pages.tables import SCRIPT
 from dovetail.ui.runs import Run
 
 REFRESH_SECONDS = 0.4
@@ -39,13 +40,21 @@ _STYLE = """
 .dt-s-interrupted { color: #8a5a00; }
 .body--dark .dt-s-running { color: #8ecdf5; } .body--dark .dt-s-finished { color: #7fd6a8; }
 .body--dark .dt-s-failed, .body--dark .dt-s-killed { color: #ff9c94; } .body--dark .dt-s-interrupted { color: #f0c36a; }
-.body--dark .text-primary { color: #8ecdf5 !important; } .body--dark .text-negative { color: #ff9c94 !important; }
+/* In this layer, because Quasar's important rules are in a later one, which would win over rules without a layer. */
+@layer overrides { .body--dark .text-primary { color: #8ecdf5 !important; }
+  .body--dark .text-negative { color: #ff9c94 !important; } }
 .dt-state { font-weight: 600; }
 a { color: #0b63a5; } .body--dark a { color: #8ecdf5; }
 .q-header { background: #1d3b53 !important; }
 a:focus-visible, button:focus-visible { outline: 3px solid #E69F00; outline-offset: 2px; }
 .nicegui-echart { width: 100%; }
+.dt-heading { width: 100%; height: 100%; }
+.dt-group { width: 100%; height: 100%; padding: 0 12px; text-align: left; overflow: hidden; text-overflow: ellipsis;
+  white-space: nowrap; background: rgba(128,128,128,.13); }
+.dt-group:focus-visible { outline-offset: -3px; }
 """
+# A module that is imported by a script of nicegui is only found after that script: this starts its download at once.
+_IMPORT = '<script type="module" async>import "{}"</script>'
 # Draws numbers as a small line, without any markup from data.
 SPARK = """(params) => {
   const values = params.value || [];
@@ -91,9 +100,17 @@ class Site:
 
 
 @contextmanager
-def frame(site: Site, request: Request, title: str) -> Iterator[None]:
-    """Build the header of a view; the block builds its content."""
+def frame(site: Site, request: Request, title: str, *, modules: Sequence[str] = ("nicegui-echart",)) -> Iterator[None]:
+    """Build the header of a view; the block builds its content.
+
+    Args:
+        site: What all views share.
+        request: The request for the view.
+        title: The title of the tab.
+        modules: The libraries of its charts and tables, by the names that nicegui gives them.
+    """
     ui.page_title(f"{shortened(title, 60)} · Dovetail")
+    ui.add_head_html(f"<script>{SCRIPT}</script>" + "".join(map(_IMPORT.format, modules)))
     ui.add_css(_STYLE)
     theme = request.cookies.get("dovetail-theme", "")
     dark = ui.dark_mode({"dark": True, "light": False}.get(theme))

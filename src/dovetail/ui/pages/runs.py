@@ -13,7 +13,8 @@ from dovetail.ui.charts import shortened
 from dovetail.ui.compare import varied_settings
 from dovetail.ui.experiments import finite
 from dovetail.ui.pages.frame import DURATION, NUMBER, SPARK, SYMBOLS, Site, address, card, follow, frame, moment
-from dovetail.ui.runs import Run
+from dovetail.ui.pages.tables import TableLink, column_menu, group_options, set_link
+from dovetail.ui.runs import Run, short_id
 
 _MOST_SETTINGS = 40
 _STATE_CLASS = "(p) => 'dt-state dt-s-' + (p.data || {}).state_key"
@@ -24,9 +25,9 @@ def add(site: Site) -> None:
     """Register the view."""
 
     @ui.page("/")
-    def show(request: Request, search: str = "", group: str = "") -> None:
-        with frame(site, request, "Runs"):
-            _Runs(site, search, group)
+    def show(request: Request, search: str = "", group: str = "", flat: bool = False) -> None:
+        with frame(site, request, "Runs", modules=["nicegui-aggrid"]):
+            _Runs(site, TableLink.of(request.query_params), search, group, flat)
 
 
 def row_of(site: Site, run: Run, names: list[str]) -> dict[str, Any]:
@@ -59,12 +60,23 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (int, str)) else str(value)
 
 
+def _heading(group: str, states: list[str]) -> dict[str, Any]:
+    """Return the heading of a group; its identifier is part of the address if the group is closed."""
+    name = group or "Runs without an experiment"
+    return {"id": f"g{short_id(group)}", "is_group": True, "group": group, "name": name, "text": _counts(states)}
+
+
+def _counts(states: list[str]) -> str:
+    known = [f"{states.count(state)} {state}" for state in SYMBOLS if state in states]
+    return f"{len(states)} run{'s' * (len(states) != 1)}" + (f": {', '.join(known)}" if known else "")
+
+
 class _Runs:
     """The table and its controls."""
 
-    def __init__(self, site: Site, search: str, group: str) -> None:
-        self.site = site
-        self.group = group
+    def __init__(self, site: Site, link: TableLink, search: str, group: str, flat: bool) -> None:
+        self.site, self.link = site, link
+        self.group, self.flat = group, flat
         self.names = self._setting_names()
         self.rows = {row["id"]: row for row in self._all_rows()}
         self._controls(search)
@@ -72,7 +84,6 @@ class _Runs:
         self.grid.style("height: max(20rem, calc(100vh - 15rem))").props("aria-label='Runs'")
         self.grid.on("cellValueChanged", self._edit)
         self.grid.on("cellClicked", self._open, ["colId", "data"])
-        self.grid.on("cellKeyDown", self._key, ["colId", "data", "event.key"])
         self._lists()
         follow(lambda: (site.library.version, self._clock()), self._refresh)
 
@@ -80,14 +91,20 @@ class _Runs:
         # The duration of running runs changes every few seconds without a change of a file.
         import time
 
-        return int(time.time() / 5) if any(row["state_key"] == "running" for row in self.rows.values()) else 0
+        return int(time.time() / 5) if any(row.get("state_key") == "running" for row in self.rows.values()) else 0
 
     def _runs(self) -> list[Run]:
         runs = [run for run in self.site.library.runs.values() if not self.group or run.group == self.group]
         return sorted(runs, key=lambda run: run.summary().started or 0.0, reverse=True)
 
     def _all_rows(self) -> list[dict[str, Any]]:
-        return [row_of(self.site, run, self.names) for run in self._runs()]
+        rows = [row_of(self.site, run, self.names) for run in self._runs()]
+        groups: dict[str, list[str]] = {}
+        for row in rows:
+            groups.setdefault(row["group"], []).append(row["state_key"])
+        if self.flat or self.group or not any(groups):
+            return rows
+        return [*(_heading(group, states) for group, states in groups.items()), *rows]
 
     def _setting_names(self) -> list[str]:
         settings = [run.settings for run in self.site.library.runs.values()]
@@ -104,36 +121,32 @@ class _Runs:
                 options = {"": "all runs", **{name: shortened(name, 50) for name in groups}}
                 ui.select(options, value=self.group if self.group in options else "", label="Experiment").props(
                     "dense outlined"
-                ).on_value_change(lambda e: ui.navigate.to(address("/", group=e.value))).classes("min-w-[12rem]")
+                ).on_value_change(lambda e: self._reopen(group=e.value)).classes("min-w-[12rem]")
+            if groups and not self.group:
+                ui.checkbox("groups", value=not self.flat).props("dense").on_value_change(
+                    lambda e: self._reopen(flat="" if e.value else "true", closed="")
+                )
             ui.button("Compare", icon="stacked_line_chart", on_click=self._compare).props("no-caps")
-            self._column_menu()
+            column_menu(
+                [(each["field"], shortened(each["headerName"], 40)) for each in self._columns()[1:]],
+                self.link.visible(self._columns()),
+                lambda field, is_shown: self.grid.run_grid_method("setColumnsVisible", [field], is_shown),
+            )
             ui.button("CSV", on_click=lambda: ui.navigate.to("/download/runs.csv")).props("flat no-caps")
             ui.button("JSON", on_click=lambda: ui.navigate.to("/download/runs.json")).props("flat no-caps")
         self.count = ui.label(self._count_text()).classes("text-sm opacity-80").props("role=status")
 
+    def _reopen(self, **changes: str) -> None:
+        """Open the view again with some other settings; those of the table stay."""
+        set_link(**changes)
+        ui.navigate.reload()
+
     def _count_text(self) -> str:
-        states = [row["state_key"] for row in self.rows.values()]
-        known = [f"{states.count(state)} {state}" for state in SYMBOLS if state in states]
         pending = sum(not run.is_read for run in self.site.library.runs.values())
         more = f" · reading {pending} more" if pending else ""
-        return f"{len(states)} runs" + (f": {', '.join(known)}" if known else "") + more
+        return _counts([row["state_key"] for row in self.rows.values() if not row.get("is_group")]) + more
 
-    def _column_menu(self) -> None:
-        with ui.button("Columns", icon="view_column").props("flat no-caps"), ui.menu().classes("p-2"):
-            for field, name, is_shown in self._columns():
-                ui.checkbox(
-                    shortened(name, 40),
-                    value=is_shown,
-                    on_change=lambda e, field=field: self.grid.run_grid_method("setColumnsVisible", [field], e.value),
-                ).props("dense").classes("block")
-
-    def _columns(self) -> list[tuple[str, str, bool]]:
-        shown = ("state", "spark", "best", "last", "metric", "epochs", "batches", "seconds", "started", "tags", "note")
-        hidden = () if self.group else ("group",)
-        more = [(f"hp:{name}", name, index < 4) for index, name in enumerate(self.names)]
-        return [*((name, name, True) for name in (*shown, *hidden)), ("error", "error", False), *more]
-
-    def _options(self, search: str) -> dict[str, Any]:
+    def _columns(self) -> list[dict[str, Any]]:
         number = {":valueFormatter": NUMBER, "type": "rightAligned", "filter": "agNumberColumnFilter", "width": 105}
         can_edit = not self.site.read_only
         columns: list[dict[str, Any]] = [
@@ -142,7 +155,7 @@ class _Runs:
             {"field": "state", "headerName": "State", "width": 125, ":cellClass": _STATE_CLASS,
              "tooltipField": "error"},
             {"field": "spark", "headerName": "Curve", ":cellRenderer": SPARK, "width": 125, "sortable": False,
-             "filter": False, "cellDataType": False},
+             "filter": False, "cellDataType": False, ":getQuickFilterText": "() => ''"},
             {"field": "best", "headerName": "Best", **number},
             {"field": "last", "headerName": "Last", **number},
             {"field": "metric", "headerName": "Metric", "width": 140},
@@ -150,8 +163,8 @@ class _Runs:
             {"field": "batches", "headerName": "Batches", **number},
             {"field": "seconds", "headerName": "Time", **number, ":valueFormatter": DURATION, "width": 115},
             {"field": "started", "headerName": "Started", "width": 170},
-            {"field": "group", "headerName": "Experiment", "width": 190, "hide": not any(
-                row["group"] for row in self.rows.values()) or bool(self.group), "tooltipField": "group"},
+            {"field": "group", "headerName": "Experiment", "width": 190, "hide": not self.flat,
+             "tooltipField": "group"},
             {"field": "tags", "headerName": "Tags", "editable": can_edit, "width": 150},
             {"field": "note", "headerName": "Note", "editable": can_edit, "width": 220, "tooltipField": "note"},
             {"field": "error", "headerName": "Error", "width": 260, "hide": True},
@@ -159,23 +172,27 @@ class _Runs:
         for index, name in enumerate(self.names):
             columns.append({"field": f"hp:{name}", "headerName": shortened(name, 40), "width": 130, "hide": index >= 4,
                             ":valueFormatter": NUMBER})  # fmt: skip
+        return columns
+
+    def _options(self, search: str) -> dict[str, Any]:
         return {
-            "columnDefs": columns,
+            **self.link.options(self._columns()),
+            **group_options(),
             "rowData": list(self.rows.values()),
-            "defaultColDef": {"sortable": True, "filter": True, "resizable": True},
-            "suppressFieldDotNotation": True,
-            "rowSelection": {"mode": "multiRow", "enableClickSelection": False},
+            "rowSelection": {"mode": "multiRow", "enableClickSelection": False, "selectAll": "filtered",
+                             ":isRowSelectable": "(node) => !node.data?.is_group"},
             "selectionColumnDef": {":pinned": _ON_WIDE.format("'left'", "null"), "width": 44},
             ":getRowId": "(p) => p.data.id",
             "quickFilterText": search,
+            "includeHiddenColumnsInQuickFilter": True,
             "tooltipShowDelay": 300,
             "rowHeight": 36,
             "overlayNoRowsTemplate": "No runs yet: a trainer with a checkpoint_dir writes them.",
-        }
+        }  # fmt: skip
 
     async def _search(self, text: str | None) -> None:
         self.grid.run_grid_method("setGridOption", "quickFilterText", text or "")
-        ui.navigate.history.replace(address("/", search=text or "", group=self.group))
+        set_link(search=text or "")
 
     async def _compare(self) -> None:
         chosen = await self.grid.get_selected_rows()
@@ -189,10 +206,6 @@ class _Runs:
     def _open(self, event: events.GenericEventArguments) -> None:
         if event.args.get("colId") == "name":
             ui.navigate.to(address("/run", id=event.args["data"]["id"]))
-
-    def _key(self, event: events.GenericEventArguments) -> None:
-        if event.args.get("event.key") == "Enter" or (event.args.get("event") or {}).get("key") == "Enter":
-            self._open(event)
 
     def _edit(self, event: events.GenericEventArguments) -> None:
         if self.site.refuse():
@@ -210,6 +223,12 @@ class _Runs:
             ui.notify(f"the note is not stored: {error}", type="negative")
 
     def _refresh(self) -> None:
+        names = self._setting_names()
+        if names != self.names:
+            self.names = names
+            options = self.link.options(self._columns())
+            for name in ("columnDefs", "context"):
+                self.grid.run_grid_method("setGridOption", name, options[name])
         rows = {row["id"]: row for row in self._all_rows()}
         before, self.rows = self.rows, rows
         change = {

@@ -1,24 +1,23 @@
-"""A web server that can be asked to leave at any moment."""
+"""The checks of host, origin and token, with real requests."""
 
 from __future__ import annotations
 
 import http.client
-import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 import pytest
 
-from dovetail.cli.serving import Guarded, LocalServer, serve
+from dovetail.ui.guard import Guard, GuardedWsgi, Request
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_server_can_be_stopped_as_soon_as_it_is_announced(number: signal.Signals) -> None:
-    before = signal.getsignal(number)
-    with LocalServer(0, lambda environment, start: []) as server:
-        serve(server, lambda: signal.raise_signal(number))
-    assert signal.getsignal(number) is before
+class Quiet(WSGIRequestHandler):
+    """Handles requests without logging them."""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
 
 
 def _hello(environment: dict[str, Any], start: Any) -> list[bytes]:
@@ -29,7 +28,7 @@ def _hello(environment: dict[str, Any], start: Any) -> list[bytes]:
 class Browser:
     """Real requests to a guarded server."""
 
-    def __init__(self, server: LocalServer, guarded: Guarded) -> None:
+    def __init__(self, server: WSGIServer, guarded: GuardedWsgi) -> None:
         self.port, self.token = server.server_port, guarded.token
         self.address = guarded.address(f"http://127.0.0.1:{self.port}/")
 
@@ -48,8 +47,9 @@ class Browser:
 
 @pytest.fixture
 def browser() -> Iterator[Browser]:
-    guarded = Guarded(_hello)
-    with LocalServer(0, guarded) as server:
+    guarded = GuardedWsgi(_hello, "dovetail dashboard")
+    with WSGIServer(("127.0.0.1", 0), Quiet) as server:
+        server.set_app(guarded)
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield Browser(server, guarded)
@@ -114,4 +114,18 @@ def test_the_printed_address_sets_a_cookie_and_redirects_without_the_token(brows
 
 
 def test_every_server_has_a_different_token() -> None:
-    assert Guarded(_hello).token != Guarded(_hello).token
+    assert Guard("a").token != Guard("a").token
+
+
+@pytest.mark.parametrize(
+    ("prefix", "place"), [("/lab/runs", "/lab/runs/run?id=1"), ("//evil.example", "/run?id=1"), ("/a b", "/run?id=1")]
+)
+def test_a_redirect_keeps_the_path_of_a_proxy(prefix: str, place: str) -> None:
+    guard = Guard("dovetail ui", ["runs.example.org"])
+    query = f"id=1&token={guard.token}"
+    answer = guard.answer(Request("GET", "/run", query, "runs.example.org", None, "", 80, prefix))
+    assert answer is not None
+    headers = dict(answer.headers)
+    assert headers["Location"] == place
+    path = "/lab/runs" if place.startswith("/lab") else "/"
+    assert headers["Set-Cookie"].endswith(f"; Path={path}; HttpOnly; SameSite=Strict; Secure")
