@@ -164,7 +164,7 @@ def all_resumed(folder: Path) -> dict[str, Any]:
         fitting = [it for it in meshes if (1 if it is None else it[0] * it[1]) == num_shares]
         checkpoints = sorted(place.glob("ck_epoch_*"), key=lambda path: path.stat().st_mtime)
         for kind, checkpoint, able in (("middle", checkpoints[0], fitting), ("end", checkpoints[-1], meshes)):
-            # Outside of torture, three processes or fewer continue only what one process cannot.
+            # Outside of torture only some of them: each takes half a second in every process.
             if not TORTURE and ((kind == "end" and WORLD in (2, 3)) or (kind == "middle" and number > 3)):
                 continue
             for mesh in able if TORTURE else [able[(number + 2) % len(able)]] if able else []:
