@@ -68,7 +68,7 @@ def test_a_plan_divides_the_named_modules_and_replicates_the_others(mesh: Device
     assert model.head.weight is model.embed.weight
 
 
-def test_a_parameter_of_two_modules_stays_one_parameter(mesh: DeviceMesh) -> None:
+def test_two_modules_that_share_a_parameter_still_share_it(mesh: DeviceMesh) -> None:
     model = Net()
     parallelize(model, mesh, {"embed": "embedding_rowwise", "head": "colwise_gather_output"})
     assert model.head.weight is model.embed.weight
