@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dovetail import Batches, Epochs
-from dovetail.callbacks import EMA, Callback
+from dovetail.callbacks import EMA, Callback, Timer
 from dovetail.distributed import whole
 from dovetail.errors import ConfigError
 from dovetail.trainers import ActivationCheckpointTrainer, FSDPTrainer, Trainer, TrainingContext
@@ -130,9 +130,12 @@ def normed(mesh: Mesh | None) -> Any:
 
 
 def stopped(mesh: Mesh) -> Any:
-    trainer = make(mesh, callbacks=[StopInLastProcess()])
+    timer = Timer(flops=True, peak_flops=1e9)
+    trainer = make(mesh, callbacks=[StopInLastProcess(), timer])
     trainer.fit(data(53), max_length=Epochs(2))
-    return trainer.context.progress.state_dict()
+    # The FLOPs of a sample are divided among the processes of a tensor-parallel group.
+    num_devices = timer.flops_per_second / (timer.peak_flops * timer.mfu)
+    return {**trainer.context.progress.state_dict(), "num_devices": round(num_devices)}
 
 
 def named(mesh: Mesh) -> str:
