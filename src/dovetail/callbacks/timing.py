@@ -123,7 +123,7 @@ class Timer(Callback):
 
     def on_train_start(self, context: TrainingContext) -> None:
         """Start measuring an epoch that is resumed in its middle, and look up the peak rate of the device."""
-        self._num_devices = context.process.share.num_replicas
+        self._num_devices = context.process.num_processes
         if self._reads_peak:
             self.peak_flops = peak_flops(context.device)
         if self._counts_flops and math.isnan(self._flops_per_sample) and _is_compiled(context):

@@ -250,6 +250,7 @@ class ProcessState:
     Attributes:
         is_main: True if this process writes, displays and logs; of several, only the first one does.
         share: The batches that belong to this process.
+        num_processes: The number of processes of the run; more than the shares if several compute the same batches.
         peers: The processes that write and read checkpoints together if each holds a part of the state; else None.
         has_peers: True if a stop request must wait until every process of the run has received it.
         stays_here: True if runs stay in this process, even if a layer has a launcher.
@@ -257,6 +258,7 @@ class ProcessState:
 
     is_main: bool = True
     share: Share = field(default_factory=Share)
+    num_processes: int = 1
     peers: RunPeers | None = None
     has_peers: bool = False
     stays_here: bool = False

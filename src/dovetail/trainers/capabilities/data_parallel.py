@@ -134,6 +134,7 @@ class DataParallel(Capability):
         everyone = group.everyone
         context.process.share = replace(context.process.share, num_replicas=group.size, rank=group.rank)
         context.process.is_main, context.process.has_peers = everyone.rank == 0, everyone.size > 1
+        context.process.num_processes = everyone.size
         context.callbacks.mute(is_main=context.process.is_main)
         is_fresh = context.progress.batches == 0
         self._divide(group)
@@ -176,7 +177,7 @@ class DataParallel(Capability):
                 done = context.progress.batch
                 context.process.share = Share(start_step=done, used=context.process.share.position(done))
                 # `is_main` stays: after a run, only one process writes, in `save_model` for example.
-                context.process.has_peers = False
+                context.process.has_peers, context.process.num_processes = False, 1
 
     def state_dict(self) -> dict[str, Any]:
         """Add the state that differs between processes: RNG, means of the running epoch, position in the data."""
