@@ -19,6 +19,8 @@ from dovetail.runtime.signals import preserved_handlers
 
 # Seconds in which workers finish their update and save after a stop request.
 _GRACE = 30
+# Seconds in which workers exit by themselves after one of them was killed.
+_PATIENCE = 5
 # Seconds between two checks of the workers: a tenth of the time so far, but never longer than the second number.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.005, 0.1
 # Optimizers import the second one, which takes half of the start of a script.
@@ -159,6 +161,12 @@ def _run_once(
             failures = {rank: code for rank, code in workers.codes.items() if code}
             if failures or received or not is_running:
                 break
+        if -signal.SIGKILL in failures.values():
+            # The others notice it and exit. Their errors may have the reason: a process that stays stopped is killed by
+            # another worker. A signal could end them before they have written their errors.
+            for _ in _pauses(_PATIENCE):
+                if received or not workers.poll():
+                    break
     finally:
         # After a failure, and when the caller is stopped.
         workers.stop(received[0] if received else signal.SIGTERM, received)
