@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from dovetail.clients import simple
 from dovetail.errors import FederationError
 from dovetail.federated.callbacks import ServerCallback
+from dovetail.federated.config import ClientsConfig, FederatedConfig
 from dovetail.federated.data import label_counts
 from dovetail.federated.data.label_counts import count_labels
 from dovetail.federated.data.partition import dirichlet, iid
@@ -70,6 +72,26 @@ def test_a_journal_alone_shows_state_faults_traffic_and_partition(tmp_path: Path
     assert found.partition.rows()[0]["label 0"] == found.partition.counts[0][0]
     assert found.journal.settings["clients.per_round"] == 3
     assert found.poll() is False
+
+
+def test_staleness_and_the_spread_over_clients_come_from_the_journal(tmp_path: Path) -> None:
+    speeds = {"distribution": "pareto", "alpha": 1}
+    waiting: dict[str, Any] = {"synchronous": False, "simulate_wall_time": True, "minimum_clients_aggregated": 1}
+    clients = replace(ClientsConfig(), do_test=True, speed_simulation=True, simulation_distribution=speeds)
+    data = datasource("digits", 4, held_out=0.2)
+    server = fedavg.Server(
+        datasource=data,
+        config=FederatedConfig(clients=clients).with_settings(**{**OPTIONS, "rounds": 5}, **waiting),
+        callbacks=[WriteJournal([tmp_path])],
+    )
+    server.run()
+    found = found_in(tmp_path)
+    assert same_rounds(found, server)
+    assert max(each.staleness for each in found.rounds) > 0
+    drawn = charts.spread(found)
+    assert drawn is not None
+    worst = [[each.round, each.metrics["clients_accuracy_worst"]] for each in server.records]
+    assert drawn["series"][-1]["data"] == worst
 
 
 def test_a_failed_server_is_shown_with_its_error_and_then_as_resumed(tmp_path: Path) -> None:

@@ -126,11 +126,12 @@ def _partition_shares(table: PartitionTable) -> Options:
     ]
     options["visualMap"] = {
         "type": "continuous", "dimension": 2, "min": 0, "max": round(float(shares.max()), 3) or 1,
-        "inRange": {"color": list(_SHADES)}, "orient": "horizontal", "left": "center", "top": 0, "itemHeight": 80,
+        "inRange": {"color": list(_SHADES)}, "precision": 2, "orient": "horizontal", "left": "center", "top": 0,
+        "itemHeight": 80,
         "text": ["share of the client's samples" if table.labels != ("",) else "samples", ""],
         "textStyle": {"color": GREY},
     }  # fmt: skip
     options["grid"]["top"] = 64
-    options["series"] = [{"type": "heatmap", "data": cells, "name": "share and samples", "progressive": 0}]
+    options["series"] = [{"type": "heatmap", "data": cells, "name": "share", "progressive": 0}]
     options["tooltip"] = {"trigger": "item", "confine": True}
     return options

@@ -27,6 +27,7 @@ from dovetail.ui.pages.frame import (
     update_chart,
 )
 from dovetail.ui.use_charts import partition, usage
+from dovetail.units import counted
 
 
 def add(site: Site) -> None:
@@ -63,8 +64,8 @@ class _FederationView:
             with ui.element("h1").classes("text-xl font-semibold m-0 dt-wrap leading-tight"):
                 ui.label(charts.shortened(it.name, 120))
             state_label(it.state)
-            planned = "" if it.num_planned is None else f" of {it.num_planned}"
-            rounds = f"{len(it.rounds)}{planned} rounds"
+            done, planned = len(it.rounds), it.num_planned
+            rounds = counted(done, "round") if planned is None else f"{done} of {counted(planned, 'round')}"
             ui.label(f"{it.algorithm or 'federation'} · {rounds} · last change {moment(it.changed_at)}").classes(
                 "text-sm"
             )
