@@ -167,7 +167,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return True
         key = tensor.untyped_storage()._cdata if isinstance(tensor, FakeTensor) else None
         if key is not None and (written := self._written.get(key)) is not None:
-            return written.get(tensor.storage_offset(), 1.0)
+            return written.get(int(tensor.storage_offset()), 1.0)
         if not tensor.dtype.is_floating_point:
             return 1
         return 0.0 if key is not None and key in self._overflow_flags else 1.0
@@ -180,7 +180,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with _disable_current_modes():
             numbers = source.detach().tolist()
         known = self._written.setdefault(target.untyped_storage()._cdata, {})
-        start, step = target.storage_offset(), target.stride(0)
+        start, step = int(target.storage_offset()), int(target.stride(0))
         known.update((start + step * number, value) for number, value in enumerate(numbers))
 
     def _note_collective(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
