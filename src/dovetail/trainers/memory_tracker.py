@@ -174,7 +174,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note_written(self, target: Tensor, source: Tensor) -> None:
         """Store numbers that are copied from a tensor of the host: counts and flags that processes exchange."""
-        is_from_host = isinstance(target, FakeTensor) and not isinstance(source, FakeTensor)
+        is_from_host = isinstance(target, FakeTensor) and not isinstance(source, FakeTensor) and source.is_cpu
         if not is_from_host or target.ndim != 1 or target.shape != source.shape or source.numel() > _MOST_NUMBERS:
             return
         with _disable_current_modes():
