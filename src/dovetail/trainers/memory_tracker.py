@@ -7,6 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -240,6 +241,8 @@ def fake_group(size: int) -> Iterator[None]:
         return
     if dist.is_initialized():
         raise ConfigError("plan: this process is in a process group already; plan in a process of its own")
+    # As in `Group.join`: its functions store the group that exists at the import, which would be the fake one.
+    import_module("torch.distributed.nn.functional")
     # Registers the backend.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
