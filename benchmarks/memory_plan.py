@@ -18,6 +18,7 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -131,12 +132,9 @@ def plan(name: str, setting: str) -> MemoryPlan:
 
 def measure(name: str, setting: str, repeats: int = 3) -> dict[str, Any]:
     """Return the peak of the allocator in a run of two accumulation windows, and the messages of the second one."""
-    peaks = [_peak(name, setting) for _ in range(repeats if SETTINGS[setting] > 1 else 1)]
-    trainer, data = build(name, setting)
-    messages = Messages(trainer.context.run.window.size)
-    trainer.context.callbacks.add(messages)
-    with messages.recorder:
-        _train(trainer, data)
+    messages = Messages()
+    peaks = [_peak(name, setting, messages)]
+    peaks += [_peak(name, setting) for _ in range(repeats - 1 if SETTINGS[setting] > 1 else 0)]
     # The profiler misses some buffers that threads of gloo free, so a measurement may be too large, but not too small.
     return {"peak": min(peaks), "messages": dict(messages.of_update)}
 
@@ -148,12 +146,15 @@ def _train(trainer: Any, data: list[Any]) -> None:
         trainer.fit(data, max_length=Batches(2 * trainer.context.run.window.size))
 
 
-def _peak(name: str, setting: str) -> int:
+def _peak(name: str, setting: str, messages: Messages | None = None) -> int:
     """Return the largest number of bytes that torch's allocator had given out, as if only one batch were in memory."""
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         trainer, data = build(name, setting)
-        _train(trainer, data)
+        if messages is not None:
+            trainer.context.callbacks.add(messages)
+        with nullcontext() if messages is None else messages.recorder:
+            _train(trainer, data)
     events: list[tuple[int, int, int]] = []
     profiler: Any = recorded.profiler
     _collect(profiler.kineto_results.experimental_event_tree(), events)
@@ -180,21 +181,17 @@ def _collect(branches: Iterable[Any], events: list[tuple[int, int, int]]) -> Non
 
 
 class Messages(Callback):
-    """Records the bytes that this process gives to collective operations in the second update.
+    """Records the bytes that this process gives to collective operations in the second update."""
 
-    Args:
-        window: Batches per update.
-    """
-
-    def __init__(self, window: int) -> None:
+    def __init__(self) -> None:
         self.recorder = _Recorder()
         self.of_update: Counter[str] = Counter()
-        self._window = window
 
     def on_step_end(self, context: Any, output: Any) -> None:
-        if context.progress.batches == self._window:
+        window = context.run.window.size
+        if context.progress.batches == window:
             self.recorder.sent.clear()
-        elif context.progress.batches == 2 * self._window:
+        elif context.progress.batches == 2 * window:
             self.of_update = Counter(self.recorder.sent)
 
 
@@ -308,6 +305,8 @@ _BUILD: Mapping[str, tuple[Callable[[], nn.Module], Callable[[], Any], Any, Mapp
     "GPT-2": (_gpt2, _named_tokens, None, {}),
     "activation checkpointing": (Transformer, _tokens, ActivationCheckpointTrainer, {}),
     "bfloat16": (Transformer, _tokens, partial(AMPTrainer, precision="bf16"), {}),
+    # In the tests only.
+    "float16": (_mlp, partial(_labelled, 2000, 100), partial(AMPTrainer, precision="fp16", init_scale=1.0), {}),
 }
 
 

@@ -145,6 +145,26 @@ def test_copies_and_parts_of_a_mesh_have_the_known_sizes() -> None:
     assert hybrid.collectives == {"all_gather": 2 * size, "reduce_scatter": size, "all_reduce": size // 2 + 8 * 7}
 
 
+@pytest.mark.parametrize("layer", [DDPTrainer, FSDPTrainer])
+def test_a_model_without_data_is_planned_with_synced_batch_norms(layer: Any) -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(100, 256), nn.BatchNorm1d(256), nn.Linear(256, 10))
+
+    data = build()[1]
+    plans = []
+    for place, syncs in (("cpu", False), ("cpu", True), ("meta", True)):
+        with torch.device(place):
+            trainer = Trainer(model(), "cpu", seed=0, verbose=False)
+        plans.append(plan_memory(layer(trainer, sync_batchnorm=syncs), data, num_processes=2))
+        assert all(it.device.type == place for it in trainer.model.parameters())
+    usual, synced, empty = plans
+    assert empty.collectives == synced.collectives
+    assert empty.peak == pytest.approx(synced.peak, rel=1e-3)
+    # Forward: a row of two sums per channel and a count for each process. Backward: two sums per channel.
+    more = synced.collectives["all_reduce"] - usual.collectives["all_reduce"]
+    assert more == 4 * (2 * (2 * 256 + 1) + 2 * 256)
+
+
 def test_offloaded_shards_and_copies_of_messages_are_counted_on_request() -> None:
     data = build()[1]
     offloaded = plan_memory(FSDPTrainer(build()[0], cpu_offload=True), data, num_processes=4)

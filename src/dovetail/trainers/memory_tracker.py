@@ -7,6 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -167,20 +168,20 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return True
         key = tensor.untyped_storage()._cdata if isinstance(tensor, FakeTensor) else None
         if key is not None and (written := self._written.get(key)) is not None:
-            return written.get(tensor.storage_offset(), 1.0)
+            return written.get(int(tensor.storage_offset()), 1.0)
         if not tensor.dtype.is_floating_point:
             return 1
         return 0.0 if key is not None and key in self._overflow_flags else 1.0
 
     def _note_written(self, target: Tensor, source: Tensor) -> None:
         """Store numbers that are copied from a tensor of the host: counts and flags that processes exchange."""
-        is_from_host = isinstance(target, FakeTensor) and not isinstance(source, FakeTensor)
+        is_from_host = isinstance(target, FakeTensor) and not isinstance(source, FakeTensor) and source.is_cpu
         if not is_from_host or target.ndim != 1 or target.shape != source.shape or source.numel() > _MOST_NUMBERS:
             return
         with _disable_current_modes():
             numbers = source.detach().tolist()
         known = self._written.setdefault(target.untyped_storage()._cdata, {})
-        start, step = target.storage_offset(), target.stride(0)
+        start, step = int(target.storage_offset()), int(target.stride(0))
         known.update((start + step * number, value) for number, value in enumerate(numbers))
 
     def _note_collective(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
@@ -240,6 +241,8 @@ def fake_group(size: int) -> Iterator[None]:
         return
     if dist.is_initialized():
         raise ConfigError("plan: this process is in a process group already; plan in a process of its own")
+    # As in `Group.join`: its functions store the group that exists at the import, which would be the fake one.
+    import_module("torch.distributed.nn.functional")
     # Registers the backend.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

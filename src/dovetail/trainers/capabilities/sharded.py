@@ -261,7 +261,8 @@ class ShardedDataParallel(DataParallel):
         from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
         device = self.context.device
-        if not self.cpu_offload:
+        # Only if necessary: the parameters of a memory plan cannot be moved.
+        if not self.cpu_offload and any(it.device != device for it in (*module.parameters(), *module.buffers())):
             module.to(device)
         inner = {id(it) for part in module.modules() if isinstance(part, FSDPModule) for it in part.parameters()}
         whole_ones = [it for it in (*module.parameters(), *module.buffers()) if id(it) not in inner and not is_part(it)]
