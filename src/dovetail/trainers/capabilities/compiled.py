@@ -313,8 +313,8 @@ class Compiled(Capability):
         spaces = [(type(it).__name__, vars(it)) for it in owners]
         spaces.append(("context.state", context.state))
         precision = None if context.precision is None else context.precision.dtype
-        # The compiler rounds to a low precision less often than eager operations. Roundings are independent, so 256 of
-        # them, each of at most half an epsilon, change a loss by 16 halves: eight epsilons.
+        # Compiled code is rounded to a low precision less often than eager operations. Roundings are independent, so
+        # 256 of them, each of at most half an epsilon, change a loss by 16 halves: eight epsilons.
         tolerance = SHARP if precision is None else max(SHARP, 8 * torch.finfo(precision).eps)
         step = WholeStep(
             self._compute_output, modules, optimizer, max_norm, spaces, self._backend, tolerance, self._describe_step

@@ -29,8 +29,8 @@ def run_and_compare(
     """Run a graph and check that its losses are the expected ones; if not, restore everything and raise.
 
     A step that has changed may compute a loss within the tolerance of a low precision. So the operations of the graph
-    are also called one by one, which rounds like the expected step. If only compiled code exists, because it was found
-    on disk, the description of the step is compared instead.
+    are also called one by one, with the roundings of the expected step. If only compiled code exists, because it was
+    found on disk, the description of the step is compared instead.
 
     Args:
         graph: The graph to run.

@@ -26,7 +26,6 @@ from dovetail.trainers.whole_step.limits import (
     check_memory,
     check_modules,
     check_optimizer,
-    first_line,
     ids,
     reject_changes,
 )
@@ -41,12 +40,12 @@ from dovetail.trainers.whole_step.tracing import (
     describe_batch,
     drop_unused_inputs,
     empty_like,
-    fake_inputs,
     lift_constants,
     lift_draws,
     loss_of,
     naming_update,
     sizes_of,
+    trace,
     uncompiled,
     with_tensors,
 )
@@ -455,10 +454,6 @@ class WholeStep:
         is_open: list[bool],
     ) -> tuple[GraphModule, list[str], dict[str, Any]]:
         """Return the graph of all steps, the names of a step's outputs, and the outputs that are not tensors."""
-        # Imported here because it takes most of a second.
-        from torch._subclasses import fake_tensor
-        from torch.fx.experimental.proxy_tensor import make_fx
-
         names: list[str] = []
         fixed: dict[str, Any] = {}
 
@@ -477,16 +472,7 @@ class WholeStep:
                 tensors += [outputs[name].detach() for name in names]
             return tensors
 
-        mode, fakes = fake_inputs(given, is_open)
-        try:
-            with mode, torch.enable_grad():
-                traced = make_fx(steps, _allow_non_fake_inputs=True)(*fakes)
-        except CannotCompileError:
-            raise
-        except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException) as error:
-            raise CannotCompileError("the step depends on the value of a tensor, by .item() or an if") from error
-        except Exception as error:
-            raise TraceError(f"the step cannot be traced ({first_line(error)})") from error
+        traced = trace(steps, given, is_open)
         for name, value in fixed.items():
             if not isinstance(value, (str, int, float, type(None))):
                 raise CannotCompileError(f"the step returns a {type(value).__name__} as {name!r}")

@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from dovetail.trainers.whole_step.limits import CannotCompileError, first_line
+from dovetail.trainers.whole_step.limits import CannotCompileError, TraceError, first_line
 from dovetail.trainers.whole_step.settings import changed_settings
 from dovetail.trainers.whole_step.stored import library_call
 
@@ -90,6 +90,34 @@ def channels_last(tensor: Tensor) -> Tensor:
         _, _, height, width = tensor.shape
         return tensor.as_strided(tensor.shape, (height * width, 1, width, 1))
     return tensor.contiguous(memory_format=torch.channels_last)
+
+
+def trace(steps: Callable[..., list[Tensor]], given: Sequence[Tensor], is_open: Sequence[bool]) -> GraphModule:
+    """Return the graph of a function of tensors, which computes, draws and changes nothing during the trace.
+
+    Args:
+        steps: The function.
+        given: Tensors of the form of its arguments.
+        is_open: As for `fake_inputs`.
+
+    Raises:
+        CannotCompileError: The function depends on the value of a tensor.
+        TraceError: It cannot be traced for another reason.
+    """
+    # Imported here because it takes most of a second.
+    from torch._subclasses import fake_tensor
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    mode, fakes = fake_inputs(given, is_open)
+    try:
+        with mode, torch.enable_grad():
+            return make_fx(steps, _allow_non_fake_inputs=True)(*fakes)
+    except CannotCompileError:
+        raise
+    except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException) as error:
+        raise CannotCompileError("the step depends on the value of a tensor, by .item() or an if") from error
+    except Exception as error:
+        raise TraceError(f"the step cannot be traced ({first_line(error)})") from error
 
 
 def fake_inputs(given: Sequence[Tensor], is_open: Sequence[bool]) -> tuple[Any, list[Any]]:
