@@ -89,6 +89,7 @@ _ADVICE = {
     "optimizer": _SHARD,
     "activations": "use ActivationCheckpointTrainer, smaller batches or AMPTrainer",
     "gathered": "choose smaller blocks with shard=",
+    "messages": "choose smaller blocks with shard=",
     "buckets": _SHARD,
     "temporary": "use smaller batches",
 }
