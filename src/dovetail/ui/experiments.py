@@ -156,7 +156,7 @@ def trial_rows(record: ExperimentRecord) -> list[dict[str, Any]]:
                 "restarts": trial.restarts,
                 "seconds": seconds,
                 "reason": trial.reason or trial.status or "",
-                **{f"hp:{name}": _cell(column[index]) for name, column in varied.items()},
+                **{f"hp:{name}": cell(column[index]) for name, column in varied.items()},
             }
         )
     return rows
@@ -228,7 +228,8 @@ def settings_of(trial: TrialRecord) -> dict[str, Any]:
     return {}
 
 
-def _cell(value: Any) -> Any:
+def cell(value: Any) -> Any:
+    """Return a setting as a value of a table: numbers and text are kept, everything else becomes text."""
     if isinstance(value, float):
         return finite(value)
     return value if value is None or isinstance(value, (bool, int, str)) else str(value)

@@ -141,6 +141,8 @@ class Run:
     def load(self) -> Columns:
         """Return all numbers of the run; they are read if they were not read yet, or if `release` has freed them."""
         with self._lock:
+            # Otherwise the library could free the numbers while a view is being built from them.
+            self.used = time.monotonic()
             if not self.is_read:
                 self._poll()
             if self.is_released:
@@ -276,7 +278,7 @@ class Run:
 
     def _summarize(self) -> RunSummary:
         # A table of a thousand runs does not wait until all of them are read.
-        columns = self.load() if self.is_read else Columns()
+        columns = self.load() if self.is_released else self.reader.columns
         metric = main_metric(columns.metrics())
         values = columns.values(metric)
         mode = mode_or_none(metric) or "min"

@@ -10,7 +10,7 @@ from nicegui import events, ui
 from dovetail.printing import printable
 from dovetail.ui.charts import Options, comparison, shortened
 from dovetail.ui.compare import groups_over_seeds, varied_settings
-from dovetail.ui.experiments import finite
+from dovetail.ui.experiments import cell, finite
 from dovetail.ui.pages.frame import NUMBER, SYMBOLS, Site, address, card, chart, follow, frame, update_chart
 from dovetail.ui.pages.tables import TableLink, set_link
 from dovetail.ui.runs import Run
@@ -212,7 +212,7 @@ class _Comparison:
         rows = result_rows(self.runs, self.metric, self.baseline)
         self.columns = varied_settings([run.settings for run in self.runs], all_names=self.everything)
         for index, row in enumerate(rows):
-            row |= {f"hp:{name}": _cell(column[index]) for name, column in self.columns.items()}
+            row |= {f"hp:{name}": cell(column[index]) for name, column in self.columns.items()}
         self.grid_shows_delta()
         return rows
 
@@ -240,9 +240,3 @@ def result_rows(runs: list[Run], metric: str, baseline: str = "") -> list[dict[s
             }
         )
     return rows
-
-
-def _cell(value: Any) -> Any:
-    if isinstance(value, float):
-        return finite(value)
-    return value if value is None or isinstance(value, (bool, int, str)) else str(value)

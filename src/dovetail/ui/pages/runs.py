@@ -11,7 +11,7 @@ from dovetail.errors import DovetailError
 from dovetail.printing import printable
 from dovetail.ui.charts import shortened
 from dovetail.ui.compare import varied_settings
-from dovetail.ui.experiments import finite
+from dovetail.ui.experiments import cell, finite
 from dovetail.ui.pages.frame import DURATION, NUMBER, SPARK, SYMBOLS, Site, address, card, follow, frame, moment
 from dovetail.ui.pages.tables import TableLink, column_menu, group_options, set_link
 from dovetail.ui.runs import Run, short_id
@@ -50,14 +50,8 @@ def row_of(site: Site, run: Run, names: list[str]) -> dict[str, Any]:
         "tags": ", ".join(note.tags),
         "note": note.text,
         "error": printable(it.error)[:300],
-        **{f"hp:{name}": _plain(run.settings.get(name)) for name in names},
+        **{f"hp:{name}": cell(run.settings.get(name)) for name in names},
     }
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float):
-        return finite(value)
-    return value if value is None or isinstance(value, (int, str)) else str(value)
 
 
 def _heading(group: str, states: list[str]) -> dict[str, Any]:
