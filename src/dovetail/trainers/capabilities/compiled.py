@@ -313,7 +313,7 @@ class Compiled(Capability):
         spaces = [(type(it).__name__, vars(it)) for it in owners]
         spaces.append(("context.state", context.state))
         precision = None if context.precision is None else context.precision.dtype
-        # The compiler rounds to a low precision less often than eager operations. Roundings are independent, so 256 of
+        # The compiler uses the low precision less often than eager operations. Errors are independent, so 256 of
         # them, each of at most half an epsilon, change a loss by 16 halves: eight epsilons.
         tolerance = SHARP if precision is None else max(SHARP, 8 * torch.finfo(precision).eps)
         step = WholeStep(

@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
 
 from dovetail.trainers.whole_step.graph import Graph, Outputs
 from dovetail.trainers.whole_step.limits import CannotCompileError, first_line
@@ -29,8 +30,8 @@ def run_and_compare(
     """Run a graph and check that its losses are the expected ones; if not, restore everything and raise.
 
     A step that has changed may compute a loss within the tolerance of a low precision. So the operations of the graph
-    are also called one by one, which rounds like the expected step. If only compiled code exists, because it was found
-    on disk, the description of the step is compared instead.
+    are also called one by one, with the rounding of the expected step. If only compiled code exists, because it was
+    found on disk, the description of the step is compared instead.
 
     Args:
         graph: The graph to run.
@@ -74,6 +75,15 @@ def run_and_compare(
         cause = "the step computes something that changes from call to call independently of its batch and weights"
     restore()
     raise CannotCompileError(cause)
+
+
+def eager_outputs(root: nn.Module, compute: Callable[[Any], Mapping[str, Any]], batch: Any) -> Mapping[str, Any]:
+    """Return the outputs of a step for a batch, without a change of the buffers of its modules."""
+    copies = {name: value.clone() for name, value in root.named_buffers()}
+    if not copies:
+        return compute(batch)
+    with _reparametrize_module(root, copies, tie_weights=True):
+        return compute(batch)
 
 
 def _torch_generators() -> list[tuple[torch.Generator, Tensor]]:

@@ -6,6 +6,7 @@ import copy
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import compress
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -16,7 +17,7 @@ from torch.fx import GraphModule
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
 
-from dovetail.trainers.whole_step.comparing import SHARP, run_and_compare
+from dovetail.trainers.whole_step.comparing import SHARP, eager_outputs, run_and_compare
 from dovetail.trainers.whole_step.gradients import GradientBuffers
 from dovetail.trainers.whole_step.graph import Graph, Outputs, Shorter, State, buffer_place, constant_place
 from dovetail.trainers.whole_step.limits import (
@@ -111,7 +112,7 @@ class WholeStep:
     ) -> None:
         self.optimizer = optimizer
         self._describe = describe
-        self._tolerance = tolerance
+        self._tolerance = tolerance if backend == "inductor" else min(SHARP, tolerance)
         self._backend = backend
         self._compute = compute
         self.max_norm = max_norm
@@ -232,7 +233,7 @@ class WholeStep:
                 (outputs,) = self._compare(graph, batch, leaves)
                 graph.read = self._read
                 return outputs
-        return _named(graph, leaves)
+        return graph.named_outputs(leaves)
 
     def several(self, batches: Sequence[Any]) -> list[Outputs] | None:
         """Make one update for each of some batches in one call of a graph, and return the outputs of each.
@@ -315,7 +316,7 @@ class WholeStep:
             return None
         self._refresh(graph)
         if shorter.is_proven:
-            return _named(graph, leaves)
+            return graph.named_outputs(leaves)
         try:
             (outputs,) = self._compare(graph, batch, leaves)
         except CannotCompileError:
@@ -425,13 +426,11 @@ class WholeStep:
         in_one = all(it.device.type == "cpu" for it in given)
         inputs = list(compress([*given, *constants, *drawn], is_used))
         opened = is_open.index(True) if any(is_open) else None
-        plain = None
+        # A copy, because compilers change a graph.
+        plain = uncompiled(copy.deepcopy(traced)) if self._tolerance > SHARP else None
         if self._backend == "eager":
             call, library = uncompiled(traced), None
         else:
-            if self._tolerance > SHARP:
-                # A copy, because compilers change a graph.
-                plain = uncompiled(copy.deepcopy(traced))
             call, library = compiled(traced, inputs, in_one=in_one, is_open=opened is not None)
         sizes = frozenset() if opened is None else sizes_of(places[opened].meta["val"], len(given[opened]))
         found = tuple(names), tuple(fixed.items()), sizes, tuple(constants), library, plain
@@ -533,22 +532,9 @@ class WholeStep:
 
     def _compare(self, graph: Graph, batch: Any, leaves: list[Tensor]) -> list[Outputs]:
         """Make one update with a graph that is compared with `compute`."""
-        tolerance = self._tolerance if self._backend == "inductor" else min(SHARP, self._tolerance)
-        return run_and_compare(graph, leaves, lambda: [self._expected(batch)], tolerance, describe=self._describe)
-
-    def _expected(self, batch: Any) -> Mapping[str, Any]:
-        """Return the outputs of `compute` for a batch, without any change."""
-        copies = {name: value.clone() for name, value in self._root.named_buffers()}
-        if not copies:
-            return self._compute(batch)
-        with _reparametrize_module(self._root, copies, tie_weights=True):
-            return self._compute(batch)
+        expected = partial(eager_outputs, self._root, self._compute, batch)
+        return run_and_compare(graph, leaves, lambda: [expected()], self._tolerance, describe=self._describe)
 
 
 _PARAMS, _RATE = itemgetter("params"), itemgetter("lr")
 _TRAINING, _REQUIRES_GRAD = attrgetter("training"), attrgetter("requires_grad")
-
-
-def _named(graph: Graph, leaves: list[Tensor]) -> Outputs:
-    """Make the update of one batch, and return its outputs."""
-    return dict(zip(graph.names, graph.run(leaves)), **graph.fixed)  # noqa: B905 - `strict` costs time at every step
