@@ -34,7 +34,9 @@ def losses_of(program: str) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("library", ["lightning", "transformers", "accelerate", "keras"])
+@pytest.mark.parametrize(
+    "library", ["lightning", pytest.param("transformers", marks=pytest.mark.torture), "accelerate", "keras"]
+)
 def test_a_migrated_run_has_the_same_losses_as_the_original_library(
     library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,7 +86,9 @@ def test_a_killed_class_trial_resumes_from_its_checkpoint(by_class: ExperimentRe
 
 
 @pytest.mark.filterwarnings("ignore:.*keys without an effect here are ignored. scheduling_unit")
-@pytest.mark.parametrize(("slots", "entrypoint"), [(1, "train.py"), (2, "-- python3 train.py")])
+@pytest.mark.parametrize(
+    ("slots", "entrypoint"), [(1, "train.py"), pytest.param(2, "-- python3 train.py", marks=pytest.mark.torture)]
+)
 def test_the_launcher_of_determined_starts_a_process_per_slot(
     by_class: ExperimentRecord, tmp_path: Path, slots: int, entrypoint: str
 ) -> None:

@@ -155,7 +155,7 @@ def _torture(folder: Path, searcher: str, kills: int) -> int:
     raise AssertionError("the loop ends by itself")
 
 
-@pytest.mark.parametrize("searcher", SEARCHERS)
+@pytest.mark.parametrize("searcher", ["random", pytest.param("tpe", marks=pytest.mark.torture)])
 def test_an_experiment_killed_repeatedly_ends_as_an_uninterrupted_one(searcher: str, tmp_path: Path) -> None:
     runs = _torture(tmp_path, searcher, _KILLS // 2)
     print(f"{_KILLS // 2} kills over {runs} experiments")
@@ -231,6 +231,7 @@ def _train(folder: Path, disturb: bool) -> tuple[list[str], ExperimentRecord]:
     return states, store.experiment(record.id)
 
 
+@pytest.mark.torture
 def test_a_killed_and_paused_training_reports_as_an_uninterrupted_one(tmp_path: Path) -> None:
     states, undisturbed = _train(tmp_path / "undisturbed", disturb=False)
     assert (states, undisturbed.trials[0].restarts) == (["COMPLETED"], 0)

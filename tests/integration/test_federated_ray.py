@@ -59,6 +59,7 @@ def running(worker: Worker, num_workers: int = 2, timeout: float | None = None) 
     return started(Ray(num_workers, timeout), worker)
 
 
+@pytest.mark.torture
 def test_a_client_whose_actor_is_killed_is_left_out_and_the_round_continues() -> None:
     with running(Doing({3: die})) as backend:
         first, second = list(backend.run(tasks(6))), list(backend.run(tasks(2, number=2)))

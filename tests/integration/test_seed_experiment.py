@@ -119,6 +119,7 @@ def test_the_files_and_commands_of_the_document_run_as_printed(tmp_path: Path) -
     assert "result:" in done.stdout
 
 
+@pytest.mark.torture
 def test_the_grid_is_searched_and_its_best_trial_predicts(code: Path) -> None:
     done = dovetail(code, "experiment", "create", "grid.yaml", ".")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -191,6 +191,7 @@ def test_a_killed_run_with_augmenting_workers_ends_with_the_same_bits(nursery: N
     assert in_writes > 0
 
 
+@pytest.mark.torture
 def test_a_killed_run_with_persistent_workers_ends_with_the_same_bits(nursery: Nursery, tmp_path: Path) -> None:
     _torture(nursery, tmp_path, _FEWER_KILLS, loader="persistent", save_in_background=True)
 
@@ -204,7 +205,9 @@ _SHORT_RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", _SHORT_RUNS)
+@pytest.mark.parametrize(
+    "name", [next(iter(_SHORT_RUNS)), *(pytest.param(it, marks=pytest.mark.torture) for it in [*_SHORT_RUNS][1:])]
+)
 def test_a_run_survives_a_kill_at_any_file_operation(nursery: Nursery, tmp_path: Path, name: str) -> None:
     options = {"num_epochs": 1, **_SHORT_RUNS[name]}
     assert nursery.run(tmp_path / "reference", **options) == 0

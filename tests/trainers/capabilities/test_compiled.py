@@ -75,7 +75,9 @@ def halving(optimizer: Any) -> StepLR:
     return StepLR(optimizer, step_size=1, gamma=0.5)
 
 
-@pytest.mark.parametrize("kind", [Traced, pytest.param(Inductor, marks=COMPILED)], ids=["traced", "compiled"])
+@pytest.mark.parametrize(
+    "kind", [Traced, pytest.param(Inductor, marks=[*COMPILED, torture])], ids=["traced", "compiled"]
+)
 def test_a_compiled_run_equals_the_eager_run_in_every_hook(problem: Problem, kind: Any) -> None:
     def train(kind: Any) -> tuple[Any, list[Any]]:
         note = Note()
@@ -217,7 +219,7 @@ def assert_same_run(one: Any, other: Any) -> None:
         (Traced, 2, {"max_length": Epochs(3)}),
         (Traced, 3, {"max_length": Batches(25), "validation_period": Batches(9)}),
         (Traced, 3, {"max_length": Updates(20), "validation_period": Records(72)}),
-        pytest.param(Inductor, 2, {"max_length": Epochs(3)}, marks=COMPILED),
+        pytest.param(Inductor, 2, {"max_length": Epochs(3)}, marks=[*COMPILED, torture]),
         pytest.param(Inductor, 8, {"max_length": Epochs(3)}, marks=[*COMPILED, torture]),
     ],
 )
