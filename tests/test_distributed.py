@@ -20,7 +20,9 @@ def _group(**addresses: str) -> Group:
     for key, value in {"at/0": own_address(), **addresses}.items():
         store.set(key, value)
     group = Group.__new__(Group)
-    group.rank, group.size, group._store = 0, 2, store
+    group.rank = group._place = 0
+    group.size = group._total = 2
+    group._store = store
     return group
 
 

@@ -129,8 +129,8 @@ def test_processes_exchange_the_bytes_of_gradients_or_of_blocks() -> None:
     assert sharded.num_processes == 4
     part = sum(4 * -(-len(it) // 4) * (it.numel() // len(it)) for it in trainer.model.parameters())
     assert sharded.kinds["parameters"] == part
-    # A block is gathered twice. The 7 counts are in float64.
-    counts = {"all_reduce": 8 * 7}
+    # A block is gathered twice. The 6 counts and flags are in float64.
+    counts = {"all_reduce": 8 * 6}
     assert sharded.collectives == {"all_gather": 2 * 4 * part, "reduce_scatter": 4 * part, **counts}
     kept = plan_memory(FSDPTrainer(build()[0], reshard_after_forward=False), data, num_processes=4)
     assert kept.collectives == {"all_gather": 4 * part, "reduce_scatter": 4 * part, **counts}
@@ -142,7 +142,7 @@ def test_copies_and_parts_of_a_mesh_have_the_known_sizes() -> None:
     size = bytes_of(trainer.model.parameters())
     assert hybrid.kinds["parameters"] == size // 2
     # The sums of a part are summed again over the copies.
-    assert hybrid.collectives == {"all_gather": 2 * size, "reduce_scatter": size, "all_reduce": size // 2 + 8 * 7}
+    assert hybrid.collectives == {"all_gather": 2 * size, "reduce_scatter": size, "all_reduce": size // 2 + 8 * 6}
 
 
 @pytest.mark.parametrize("layer", [DDPTrainer, FSDPTrainer])

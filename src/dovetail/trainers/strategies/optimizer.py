@@ -211,7 +211,8 @@ class GradientClippingOptimizerStrategy(Nesting, OptimizerStrategy):
         >>> strategy = GradientClippingOptimizerStrategy(SGDOptimizerStrategy(lr=1.0), max_norm=1.0)
         >>> weight = torch.zeros(2, requires_grad=True)
         >>> weight.grad = torch.tensor([3.0, 4.0])
-        >>> strategy.on_gradients(torch.optim.SGD([weight]), context=None)
+        >>> from dovetail.trainers.context import TrainingContext
+        >>> strategy.on_gradients(torch.optim.SGD([weight]), TrainingContext())
         >>> weight.grad
         tensor([0.6000, 0.8000])
     """

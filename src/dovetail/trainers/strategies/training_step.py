@@ -325,7 +325,9 @@ class GradientClippingStepStrategy(NestingStepStrategy):
     Example:
         >>> weight = torch.zeros(2, requires_grad=True)
         >>> weight.grad = torch.tensor([3.0, 4.0])
-        >>> GradientClippingStepStrategy(max_norm=1.0).on_gradients(torch.optim.SGD([weight]), context=None)
+        >>> from dovetail.trainers.context import TrainingContext
+        >>> step = GradientClippingStepStrategy(max_norm=1.0)
+        >>> step.on_gradients(torch.optim.SGD([weight]), TrainingContext())
         >>> weight.grad
         tensor([0.6000, 0.8000])
     """
