@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -97,6 +98,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # By file, in which tests may share fixtures.
     slow = {item.nodeid.split("::", 1)[0] for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: (_scope(item.nodeid) == item.nodeid, item.nodeid.split("::", 1)[0] not in slow))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Exclude a million objects of imports and collected tests from later searches for garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -32,7 +32,9 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(
+    "style", [pytest.param(it, marks=[pytest.mark.torture] if it == "composable" else []) for it in STYLES]
+)
 def test_script_and_tests_of_a_new_project_run(
     style: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

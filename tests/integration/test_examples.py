@@ -15,6 +15,9 @@ from dovetail.history import History
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CLASSIFIER = EXAMPLES / "digits_classifier.py"
 
+# The longest ones, of which others show the same parts.
+LONG = ("causal_pretraining", "instruction_tuning", "language_model", "seq2seq", "trial_gan")
+
 pytestmark = pytest.mark.slow
 
 
@@ -25,9 +28,15 @@ def result(done: CompletedProcess[str]) -> str:
 
 
 @pytest.mark.usefixtures("forking")
-@pytest.mark.parametrize("example", sorted(set(EXAMPLES.glob("*.py")) - {CLASSIFIER}), ids=lambda path: path.stem)
-def test_example_learns_and_writes_only_to_runs(example: Path, tmp_path: Path) -> None:
-    assert result(run(example, folder=tmp_path)).startswith("result: ")
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.torture] if name in LONG else [])
+        for name in sorted(path.stem for path in set(EXAMPLES.glob("*.py")) - {CLASSIFIER})
+    ],
+)
+def test_example_learns_and_writes_only_to_runs(name: str, tmp_path: Path) -> None:
+    assert result(run(EXAMPLES / f"{name}.py", folder=tmp_path)).startswith("result: ")
     assert {path.name for path in tmp_path.iterdir()} <= {"runs"}
 
 
