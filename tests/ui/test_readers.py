@@ -177,6 +177,18 @@ def test_reports_of_a_trial_become_stages_and_repeats_replace(tmp_path: Path) ->
     assert reader.columns.values("valid_loss").tolist() == [0.1]
 
 
+def test_a_metric_with_the_name_of_its_group_has_one_stage(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(
+        report("validation", 0, validation_loss=2.0) + report("validation", 1, validation_loss=1.0, loss=3.0)
+    )
+    reader = ReportsReader(path)
+    reader.update()
+    # If both names exist, both are kept.
+    assert reader.columns.values("valid_loss").tolist() == [2.0, 3.0]
+    assert reader.columns.values("valid_validation_loss").tolist() == [1.0]
+
+
 def test_the_tail_of_a_log_has_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "log.txt"
     tail = LogTail(path, num_bytes=20)

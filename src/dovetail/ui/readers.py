@@ -197,7 +197,11 @@ class ReportsReader:
             stage = _STAGES.get(row["group"], str(row["group"]))
             key = (stage, row["steps_completed"])
             is_repeated = is_repeated or key in self._rows
-            self._rows[key] = {**_numbers(row["metrics"]), "batches": key[1], "time": row.get("time")}
+            self._rows[key] = {
+                **_numbers(row["metrics"], f"{row['group']}_"),
+                "batches": key[1],
+                "time": row.get("time"),
+            }
             if not is_repeated:
                 self.columns.add(stage, self._rows[key])
         if is_repeated:
@@ -211,9 +215,11 @@ class ReportsReader:
         self.columns, self._rows, self._reports = Columns(), {}, Reports(self.path)
 
 
-def _numbers(metrics: Any) -> dict[str, float]:
+def _numbers(metrics: Any, prefix: str) -> dict[str, float]:
+    """Return the numbers of a report by name, without a prefix that repeats the group: `validation_loss` is `loss`."""
     found = metrics.items() if isinstance(metrics, dict) else ()
-    return {key: float(each) for key, each in found if isinstance(each, (int, float)) and not isinstance(each, bool)}
+    numbers = {key: float(it) for key, it in found if isinstance(it, (int, float)) and not isinstance(it, bool)}
+    return {key if (short := key.removeprefix(prefix)) in numbers else short: it for key, it in numbers.items()}
 
 
 class LogTail:
