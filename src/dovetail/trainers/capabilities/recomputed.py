@@ -40,6 +40,10 @@ class ActivationCheckpointing(Capability):
             matrices and convolutions, or a list of operators of torch, such as `[torch.ops.aten.mm.default]`. Calls
             that draw random numbers are always computed again.
 
+    Attributes:
+        num_recomputed: The number of blocks that are computed again, in equal distances, in place of `every`; None
+            means `every`. `limit_memory` sets it.
+
     Example:
         >>> from dovetail.trainers import Trainer
         >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
@@ -56,6 +60,7 @@ class ActivationCheckpointing(Capability):
 
     _blocks: Blocks | None
     _every: int
+    num_recomputed: int | None
     # The names of operators.
     _keep: tuple[str, ...]
     _replaced: list[tuple[nn.Module, Any]]
@@ -80,6 +85,7 @@ class ActivationCheckpointing(Capability):
             )
         self._blocks = blocks
         self._every = every
+        self.num_recomputed = None
         self._keep = _operators(keep)
         self._replaced, self._recomputed_names, self._uncached = [], [], None
         super().__init__(*args, **kwargs)
@@ -89,6 +95,11 @@ class ActivationCheckpointing(Capability):
         """The names of the blocks that the running or last run computes again; empty before the first run."""
         return list(self._recomputed_names)
 
+    def possible_blocks(self) -> list[tuple[str, nn.Module]]:
+        """Return the names and modules from which the blocks that are computed again are selected."""
+        model = self.context.model
+        return [] if model is None else _choose(model, self._blocks)
+
     def setup(self) -> None:
         """Replace the forward of the blocks, in training."""
         super().setup()
@@ -96,7 +107,11 @@ class ActivationCheckpointing(Capability):
         context, model = self.context, self.context.model
         if context.stage != "train" or model is None:
             return
-        chosen = _choose(model, self._blocks)[:: self._every]
+        possible, number = self.possible_blocks(), self.num_recomputed
+        if number is None:
+            chosen = possible[:: self._every]
+        else:
+            chosen = [possible[len(possible) * place // number] for place in range(number)]
         self._recomputed_names = [name for name, _ in chosen]
         keep = [_operator(name) for name in self._keep]
         for _, block in chosen:

@@ -323,11 +323,9 @@ class GradientClippingStepStrategy(NestingStepStrategy):
         base_strategy: The step inside; None means a plain one.
 
     Example:
-        >>> weight = torch.zeros(2, requires_grad=True)
-        >>> weight.grad = torch.tensor([3.0, 4.0])
         >>> from dovetail.trainers.context import TrainingContext
-        >>> step = GradientClippingStepStrategy(max_norm=1.0)
-        >>> step.on_gradients(torch.optim.SGD([weight]), TrainingContext())
+        >>> weight = torch.zeros(2, requires_grad=True); weight.grad = torch.tensor([3.0, 4.0])
+        >>> GradientClippingStepStrategy(max_norm=1.0).on_gradients(torch.optim.SGD([weight]), TrainingContext())
         >>> weight.grad
         tensor([0.6000, 0.8000])
     """
