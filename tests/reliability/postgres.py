@@ -23,7 +23,7 @@ def start_postgres() -> Iterator[str]:
     programs = [shutil.which("initdb"), *sorted(glob.glob("/usr/lib/postgresql/*/bin/initdb"))]
     found = next((Path(program).resolve().parent for program in programs if program), None)
     if found is None:
-        pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
+        pytest.skip("NOT TESTED: PostgreSQL is not installed: apt-get install postgresql")
     pytest.importorskip("psycopg", reason="pip install 'psycopg[binary]'")
     # The server refuses to run as root.
     owner: dict[str, Any] = {"user": "postgres"} if os.getuid() == 0 else {}

@@ -140,10 +140,10 @@ def _debug(process: Any, request: int) -> None:
     ptrace = ctypes.CDLL(None, use_errno=True).ptrace
     ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
     if ptrace(request, process.pid, None, None):
-        pytest.skip(f"no debugger can be attached here: {os.strerror(ctypes.get_errno())}")
+        pytest.skip(f"NOT TESTED: no debugger can be attached here: {os.strerror(ctypes.get_errno())}")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="ptrace of Linux")
+@pytest.mark.skipif(sys.platform != "linux", reason="NOT TESTED: halting a process as a debugger does needs Linux")
 def test_a_process_in_a_debugger_does_not_end_the_run(tmp_path: Path) -> None:
     attach, detach = 16, 17
     with _group(tmp_path, DOVETAIL_STOPPED_SECONDS="1", DOVETAIL_LATE_SECONDS="2") as processes:
@@ -156,7 +156,7 @@ def test_a_process_in_a_debugger_does_not_end_the_run(tmp_path: Path) -> None:
     assert "rank 0 has waited 2 s" in report
 
 
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="another host name needs root")
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="NOT TESTED: another host name needs root")
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_silent_process_of_another_machine_ends_the_run(tmp_path: Path, stopped: int) -> None:
     with _group(tmp_path, DOVETAIL_SILENT_SECONDS="1", HOSTS="one two") as processes:

@@ -23,7 +23,7 @@ from dovetail.distributed import Group
 from dovetail.errors import ConfigError
 
 
-class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
     """Replaces all tensors by tensors without data, and counts the bytes of the storages that are alive.
 
     Collective operations of torch's fake process group are recorded.

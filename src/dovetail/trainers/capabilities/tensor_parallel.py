@@ -29,7 +29,7 @@ _REPLICAS = "_replicated_parameters"
 def check_plan(plan: Any) -> Parallelize:
     """Return the option `parallelize`; raise if it has a wrong type."""
     if plan is None or plan == "auto" or callable(plan):
-        return plan  # type: ignore[no-any-return]
+        return plan  # type: ignore[no-any-return]  # checked in the line above
     if isinstance(plan, Mapping) and plan and all(isinstance(name, str) for name in plan):
         return dict(plan)
     raise ConfigError(
