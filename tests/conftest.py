@@ -85,6 +85,7 @@ def forking() -> Iterator[None]:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "torture: only runs in `make torture`; other tests stand for it elsewhere")
+    config.addinivalue_line("markers", "full_size: also runs in `make torture`, more often or in new interpreters")
     # A shell's background job ignores Ctrl-C, and so would all processes that tests interrupt.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -135,6 +135,7 @@ def test_the_page_names_the_pinned_versions() -> None:
         assert f"{name} {pinned}" in page
 
 
+@pytest.mark.full_size
 @pytest.mark.slow
 @pytest.mark.usefixtures("forking")
 @pytest.mark.parametrize("task", TASKS)
@@ -147,6 +148,7 @@ def test_a_program_of_dovetail_asserts_its_result(task: str, tmp_path: Path) -> 
     assert {path.name for path in tmp_path.iterdir()} <= {"runs"}
 
 
+@pytest.mark.full_size
 @pytest.mark.slow
 @pytest.mark.torture
 @pytest.mark.parametrize(("task", "peer"), PAIRS)

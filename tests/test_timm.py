@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from forked import run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.full_size, pytest.mark.slow]
 
 
 @pytest.mark.usefixtures("forking")

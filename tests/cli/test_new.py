@@ -31,6 +31,7 @@ def names(folder: Path) -> list[str]:
 # ------------------------------------------------------------------ what is written
 
 
+@pytest.mark.full_size
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "style", [pytest.param(it, marks=[pytest.mark.torture] if it == "composable" else []) for it in STYLES]

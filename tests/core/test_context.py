@@ -145,6 +145,7 @@ def last_rows(folder: Path) -> dict[tuple[str, int], object]:
     return {(row["group"], row["steps_completed"]): row["metrics"] for row in rows if "group" in row}
 
 
+@pytest.mark.full_size
 @pytest.mark.slow
 def test_a_script_stopped_and_restarted_ends_as_an_uninterrupted_one(tmp_path: Path) -> None:
     undisturbed = run(tmp_path / "undisturbed")

@@ -18,7 +18,7 @@ CLASSIFIER = EXAMPLES / "digits_classifier.py"
 # The longest ones, of which others show the same parts.
 LONG = ("causal_pretraining", "instruction_tuning", "language_model", "seq2seq", "trial_gan")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.full_size, pytest.mark.slow]
 
 
 def result(done: CompletedProcess[str]) -> str:

@@ -32,7 +32,7 @@ from dovetail.search.store import Store
 _TORTURE = os.environ.get("DOVETAIL_TORTURE") == "1"
 _KILLS = 100 if _TORTURE else 12
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.full_size, pytest.mark.slow, pytest.mark.timeout(900)]
 
 CONFIG = """
 entrypoint: python3 trial.py

@@ -13,7 +13,7 @@ from forked import start
 
 from dovetail import checkpoint
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.full_size, pytest.mark.slow]
 
 SCRIPT = Path(__file__).with_name("background_ranks.py")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.full_size, pytest.mark.slow]
 
 SCRIPT = Path(__file__).with_name("plan_ranks.py")
 DDP, FSDP = "DDP, 2 processes", "FSDP, 2 processes"

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = [pytest.mark.full_size, pytest.mark.timeout(1200)]
+
 SCRIPT = Path(__file__).with_name("mesh_ranks.py")
 Results = dict[int, list[dict[str, Any]]]
 MESHES = {

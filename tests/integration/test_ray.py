@@ -7,7 +7,6 @@ Every test of more than ten seconds that shows what another one shows, too, or t
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -41,7 +40,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
-torture = pytest.mark.skipif(os.environ.get("DOVETAIL_TORTURE") != "1", reason="takes long: `make torture` runs it")
 SCRIPT = Path(__file__).with_name("cluster_trial.py")
 SETTINGS = {
     # A dead node is noticed soon.
@@ -355,7 +353,7 @@ def test_a_runner_outside_the_cluster_handles_sigterm(nodes: TwoNodes, backend: 
     assert (found.trials[0].directory / "log.txt").read_text().count("begins after 3") == 1
 
 
-@torture
+@pytest.mark.torture
 def test_a_local_cluster_lives_as_long_as_its_runner(nodes: TwoNodes, tmp_path: Path) -> None:
     store, record = experiment(tmp_path / "local", "resources: {cluster: local}\n")
     runner = runner_process(store, record)
@@ -396,7 +394,7 @@ def test_a_trial_too_large_for_one_node_is_distributed_over_both(backend: RayBac
     assert row["metrics"] == {"loss": 0.25, "nodes": 2, "ranks": 2}
 
 
-@torture
+@pytest.mark.torture
 def test_a_distributed_trial_fails_with_the_rank_that_failed(backend: RayBackend, tmp_path: Path) -> None:
     found = spread_experiment(backend, tmp_path, lr=0.75)
     (trial,) = found.trials
@@ -404,7 +402,7 @@ def test_a_distributed_trial_fails_with_the_rank_that_failed(backend: RayBackend
     assert "rank 1 ended with exit code 3" in trial.reason
 
 
-@torture
+@pytest.mark.torture
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("loss", ["worker", "node"])
 def test_a_distributed_trial_that_loses_a_process_resumes(
@@ -442,7 +440,7 @@ def test_a_distributed_trial_that_loses_a_process_resumes(
     )
 
 
-@torture
+@pytest.mark.torture
 @pytest.mark.timeout(600)
 def test_a_runner_that_loses_the_head_reports_it_and_another_resumes(
     nodes: TwoNodes, backend: RayBackend, tmp_path: Path

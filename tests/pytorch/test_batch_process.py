@@ -198,6 +198,7 @@ torch_batch_process(Writer, torch.arange(40), batch_size=2, checkpoint_interval=
 """
 
 
+@pytest.mark.full_size
 @pytest.mark.slow
 def test_after_a_kill_every_batch_after_the_checkpoint_is_processed() -> None:
     script = Path("killed.py")

@@ -32,6 +32,8 @@ from dovetail.checkpoint.manifest import make_manifest
 from dovetail.checkpoint.strict_json import seal
 from dovetail.errors import CheckpointError
 
+pytestmark = pytest.mark.full_size
+
 _TORTURE = os.environ.get("DOVETAIL_TORTURE") == "1"
 _DAMAGES = 2000 if _TORTURE else 200
 _DISK_SIZES = 50 if _TORTURE else 8

@@ -27,7 +27,7 @@ _KINDS = list(KINDS) if _TORTURE else ["everything", "asynchronous, everything",
 _STRIDE = 1 if _TORTURE else 23
 _SCRIPT = Path(__file__).with_name("federation.py")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600 if _TORTURE else 600)]
+pytestmark = [pytest.mark.full_size, pytest.mark.slow, pytest.mark.timeout(3600 if _TORTURE else 600)]
 
 
 def _run(folder: Path, kind: str, die_at: int = 0, die_after: float | None = None) -> int:

@@ -13,6 +13,8 @@ from pathlib import Path
 import forked
 import pytest
 
+pytestmark = pytest.mark.full_size
+
 REPORT_LINE = """
 import atexit, json, os, sys
 atexit.register(print, "over")

@@ -26,7 +26,7 @@ from dovetail.callbacks import Callback, LambdaCallback
 from dovetail.runtime.relay import TrainingProcessError
 from dovetail.runtime.signals import Interrupted
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forking")]
+pytestmark = [pytest.mark.full_size, pytest.mark.slow, pytest.mark.usefixtures("forking")]
 
 _HERE = Path(__file__).parent
 _TORTURE = os.environ.get("DOVETAIL_TORTURE") == "1"

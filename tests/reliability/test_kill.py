@@ -29,7 +29,7 @@ _FEWER_KILLS = 50 if _TORTURE else 6
 # Every n-th file operation of a run is one to die at.
 _STRIDE = 1 if _TORTURE else 4
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.full_size, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 class Nursery:

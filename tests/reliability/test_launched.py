@@ -24,6 +24,7 @@ from dovetail.runtime.signals import Interrupted
 from dovetail.trainers import launching
 
 pytestmark = [
+    pytest.mark.full_size,
     pytest.mark.slow,
     pytest.mark.usefixtures("forking"),
     pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only"),

@@ -16,7 +16,7 @@ import pytest
 import resume_cells
 from resume_cells import CASES, LOADERS
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forking")]
+pytestmark = [pytest.mark.full_size, pytest.mark.slow, pytest.mark.usefixtures("forking")]
 
 PAGE = Path(__file__).parents[2] / "docs" / "reproducibility.md"
 MARK = "<!-- written by tests/reliability/test_resume_table.py -->"

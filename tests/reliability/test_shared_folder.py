@@ -40,6 +40,7 @@ for _ in range(count):
 """
 
 
+@pytest.mark.full_size
 @pytest.mark.slow
 def test_trainers_and_prune_commands_share_a_folder(tmp_path: Path) -> None:
     train, prune = tmp_path / "train.py", tmp_path / "prune.py"

@@ -25,7 +25,7 @@ _HERE = Path(__file__).parent
 _TRAINING = runpy.run_path(str(_HERE / "training.py"))
 train, make_trainer = _TRAINING["train"], _TRAINING["make_trainer"]
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.full_size, pytest.mark.slow]
 
 _PROGRAM = """
 import os, sys

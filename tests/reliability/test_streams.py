@@ -14,7 +14,7 @@ import forked
 import pytest
 from stream_cells import VISION
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forking")]
+pytestmark = [pytest.mark.full_size, pytest.mark.slow, pytest.mark.usefixtures("forking")]
 
 _SCRIPT = Path(__file__).with_name("stream_training.py")
 _NUM_SAMPLES, _NUM_EPOCHS = 120, 2

@@ -572,6 +572,7 @@ def try_mutations(seeds: range) -> int:
     return refused
 
 
+@pytest.mark.full_size
 @pytest.mark.filterwarnings("ignore:keys without an effect here")
 @pytest.mark.filterwarnings("ignore:pbt. a truncate_fraction of")
 def test_random_invalid_files_raise_only_configuration_errors() -> None:

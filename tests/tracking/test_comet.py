@@ -221,6 +221,7 @@ assert not hasattr(comet_ml, "MODULE_FINDER")
 """
 
 
+@pytest.mark.full_size
 @pytest.mark.slow
 @pytest.mark.usefixtures("comet", "forking")
 def test_the_import_of_comet_sends_prints_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

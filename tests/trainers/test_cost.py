@@ -181,6 +181,7 @@ def test_strategies_make_at_most_6_more_python_calls_per_step() -> None:
 # ------------------------------------------------------------------ memory
 
 
+@pytest.mark.full_size
 @pytest.mark.slow
 def test_thousands_of_steps_use_no_more_memory_than_one_thousand() -> None:
     batch = make_batches(1)[0]

@@ -81,6 +81,7 @@ def _replaced(value: Any, keys: _Keys, new: Any) -> Any:
 
 
 # Names of callbacks that the trainer lacks, and rows of a log that are gone, are warned about.
+@pytest.mark.full_size
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_any_forged_state_is_restored_or_rejected_in_one_sentence(tmp_path: Path, state: dict[str, Any]) -> None:
     chance, places = random.Random(0), list(_places(state))

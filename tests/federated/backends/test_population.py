@@ -20,6 +20,7 @@ def grown(population: int, folder: Path) -> dict[str, float]:
     return found
 
 
+@pytest.mark.full_size
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_population(tmp_path: Path) -> None:
     few, many = grown(1_000, tmp_path), grown(1_000_000, tmp_path)

@@ -326,6 +326,7 @@ def test_invalid_numbers_of_workers_are_rejected(arguments: dict[str, Any], sent
         Process(**arguments)
 
 
+@pytest.mark.full_size
 @pytest.mark.slow
 def test_a_script_needs_no_main_guard(tmp_path: Path) -> None:
     ended = run(SCRIPT, str(tmp_path), folder=tmp_path)
@@ -333,6 +334,7 @@ def test_a_script_needs_no_main_guard(tmp_path: Path) -> None:
     assert (tmp_path / "answers").read_text() == "[(1, 6.0), (2, 12.0)]"
 
 
+@pytest.mark.full_size
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_no_process_outlives_the_server(number: signal.Signals, tmp_path: Path) -> None:
@@ -351,6 +353,7 @@ def test_no_process_outlives_the_server(number: signal.Signals, tmp_path: Path) 
     wait_until(lambda: all(map(is_gone, others)))
 
 
+@pytest.mark.full_size
 @pytest.mark.slow
 def test_answers_of_processes_equal_serial_ones_bit_for_bit() -> None:
     from dovetail.clients import simple

@@ -150,6 +150,7 @@ def no_decisions_for_other_meshes() -> None:
     _gen_transform_infos.cache_clear()
 
 
+@pytest.mark.full_size
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "x".join(map(str, mesh)))
 def test_all_processes_of_a_mesh_make_the_same_calls(mesh: Mesh) -> None:
     # The norm needs a second to plan, so only some meshes clip.
