@@ -143,7 +143,7 @@ def making(sizes: tuple[int, ...], repeats: int) -> Table:
         "The first call, with the making of its graph (MLP of the first workload)",
         "seconds",
         rows,
-        form="{:.1f}",
+        form="{:.2f}",
         note=f"{repeats} new processes each.",
         is_log=True,
     )
