@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo install check lint types imports unit test coverage docs bench torture clean
+.PHONY: help demo install check lint types imports unit test suite coverage docs bench torture clean
 
 help:            ## this list
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -66,8 +66,13 @@ $(VENV)/.browser: | $(VENV)/.dev
 	    && $(APT) update && $(APT) install -y --no-install-recommends chromium; }; } >/dev/null || true
 	@if { $(BROWSER); } >/dev/null; then touch $@; else echo "browser tests are skipped: chromium is not installed"; fi
 
-test: lint types imports $(VENV)/.browser ## everything: check, slow and integration tests, doctests, examples
-	$(BIN)/python -m pytest -n 3 tests
+# mypy uses one core for a minute, so it runs beside the tests.
+test: lint $(VENV)/.browser    ## everything: check, slow and integration tests, doctests, examples
+	@$(MAKE) --no-print-directory -j 2 suite types imports
+
+# Without MAKEFLAGS, because the tests do not get the files of make's job server.
+suite: $(VENV)/.dev
+	MAKEFLAGS= $(BIN)/python -m pytest -n 3 tests
 
 # Only packages whose tests take a few minutes; the list is also `include` in pyproject.toml, which has the floor.
 coverage: $(VENV)/.dev         ## branch coverage of callbacks, checkpoint, data, history and tracking, with a floor

@@ -32,6 +32,8 @@ _TOGETHER = {
     "tests/trainers/test_cost.py::test_a_layer_makes_at_most_8_more_python_calls_per_step[compiled": "graphs",
     "tests/accelerator/test_pretend_device.py": "accelerator",
     "tests/search/test_store.py": "store",
+    # The syntax trees of all modules.
+    "tests/test_rules.py": "rules",
     "tests/test_site.py": "site",
     "tests/trainers/test_processes.py::TestAfterTrainingElsewhere": "twins",
     "tests/reliability/test_kill.py": "nursery",

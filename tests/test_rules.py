@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +102,13 @@ def sources() -> Iterator[tuple[str, str]]:
         yield path.relative_to(SOURCE).as_posix(), path.read_text(encoding="utf-8")
 
 
+@cache
+def trees_by_path() -> dict[str, ast.Module]:
+    return {path: ast.parse(text) for path, text in sources()}
+
+
 def parsed(*, without: str = "") -> list[ast.Module]:
-    return [ast.parse(text) for path, text in sources() if path != without]
+    return [tree for path, tree in trees_by_path().items() if path != without]
 
 
 def functions(tree: ast.AST, within: str = "") -> Iterator[tuple[str, Function]]:

@@ -30,7 +30,7 @@ from dovetail.search.schema import read_experiment
 from dovetail.search.store import Store
 
 _TORTURE = os.environ.get("DOVETAIL_TORTURE") == "1"
-_KILLS = 100 if _TORTURE else 12
+_KILLS = 100 if _TORTURE else 8
 
 pytestmark = [pytest.mark.full_size, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -162,7 +162,7 @@ def test_an_experiment_killed_repeatedly_ends_as_an_uninterrupted_one(searcher: 
 
 
 def test_an_experiment_survives_a_kill_at_any_operation_of_its_runner(tmp_path: Path) -> None:
-    stride = 1 if _TORTURE else 9
+    stride = 1 if _TORTURE else 23
     command = [sys.executable, "-W", "error", Path(__file__).with_name("dying_runner.py"), tmp_path, str(stride)]
     reported = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     reference, *killed, last = map(json.loads, reported.splitlines())

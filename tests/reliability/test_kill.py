@@ -27,7 +27,7 @@ _TORTURE = os.environ.get("DOVETAIL_TORTURE") == "1"
 _KILLS = 200 if _TORTURE else 20
 _FEWER_KILLS = 50 if _TORTURE else 6
 # Every n-th file operation of a run is one to die at.
-_STRIDE = 1 if _TORTURE else 4
+_STRIDE = 1 if _TORTURE else 9
 
 pytestmark = [pytest.mark.full_size, pytest.mark.slow, pytest.mark.timeout(600)]
 
