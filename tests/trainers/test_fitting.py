@@ -118,6 +118,7 @@ def test_any_forged_state_is_restored_or_rejected_in_one_sentence(tmp_path: Path
         (("callbacks", 1, "state", "num_worse"), "x", r"callbacks\.EarlyStopping\.num_worse: .* expected a number"),
         (("model", "0.bias"), "x", "'0.bias' is a str in it and a tensor of shape"),
         (("epoch_start",), {}, "epoch_start: .* it lacks 'rng'"),
+        (("epoch_start", "share", 0), [None], "epoch_start: .* share: expected two numbers"),
         (("history", "rows", 0), {"loss": 1.0}, "history: .* expected a row with a 'stage'"),
         (("rng", "torch"), torch.ones(2), "rng: .*"),
     ],

@@ -470,7 +470,7 @@ def _check_form(state: Mapping[str, Any]) -> None:
     for worker in (*reader["workers"]["start"], *reader["workers"]["now"], *(state.get("workers") or ())):
         _expect(Mapping, "workers", worker)
     _expect(int, "reader.workers.next", reader["workers"]["next"])
-    if len(state["share"]) != 2:
+    if len(state["share"]) != 2 or not all(isinstance(number, int) for number in state["share"]):
         raise ValueError(f"share: expected two numbers, got {state['share']!r}")
 
 
