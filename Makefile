@@ -82,7 +82,7 @@ docs: $(VENV)/.dev             ## the guide and the reference as a site, in buil
 	OMP_NUM_THREADS=1 $(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --jobs 2 docs build/docs
 	@echo "build/docs/index.html"
 
-torture: $(VENV)/.dev          ## kills, damages, full disks, large graphs and every combination, at length: about an hour
+torture: $(VENV)/.dev          ## kills, damages, full disks, large graphs and every combination, at length: about 30 minutes
 	DOVETAIL_TORTURE=1 $(BIN)/python -m pytest -n 2 -m 'torture or full_size' tests
 
 # BENCH='--only loop' runs one of them; pfl and Flower's simulation: BENCH='--pfl-python ... --flower-python ...'

@@ -243,8 +243,8 @@ def run_without(module: str, *words: object) -> subprocess.CompletedProcess[str]
 def test_without_matplotlib_the_demo_only_skips_the_plot(tmp_path: Path) -> None:
     done = run_without("matplotlib", "demo", "federated", "--output", tmp_path / "new")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "no rounds.png: matplotlib is not installed: pip install 'dovetail[plot]'" in done.stdout
-    assert "rounds.png  who" not in done.stdout
+    assert "rounds.png is not written: matplotlib is not installed: pip install 'dovetail[plot]'" in done.stdout
+    assert "the digits of each client" not in done.stdout
     assert "│ round │ FedAvg │ SCAFFOLD │" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("result: test accuracy after 1 round: FedAvg ")
 

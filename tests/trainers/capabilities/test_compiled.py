@@ -104,7 +104,9 @@ def test_compiled_decorator_and_add_on_give_equal_bits(problem: Problem) -> None
     assert_same_weights(add_on.model, decorated.model)
 
 
-@pytest.mark.parametrize("kind", [Traced, pytest.param(Inductor, marks=COMPILED)], ids=["traced", "compiled"])
+@pytest.mark.parametrize(
+    "kind", [Traced, pytest.param(Inductor, marks=[*COMPILED, torture])], ids=["traced", "compiled"]
+)
 def test_a_resumed_compiled_run_equals_an_uninterrupted_one(problem: Problem, tmp_path: Path, kind: Any) -> None:
     # The last batch of an epoch is shorter and stays eager.
     batches = [*problem.batches[:5], (problem.x[:3], problem.y[:3])]
