@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
@@ -13,6 +14,14 @@ from torch import Tensor
 
 # Devices of every build of torch that are no accelerators.
 _ALWAYS_HERE = frozenset({"cpu", "meta"})
+# With one of these variables, a launcher shows a process some of the devices of its machine.
+_VISIBLE = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+    "HABANA_VISIBLE_MODULES",
+)
 
 
 def current_accelerator() -> torch.device | None:
@@ -74,6 +83,19 @@ def numbered(device: torch.device) -> torch.device:
     if accelerator is None or accelerator.type != device.type:
         return device
     return torch.device(device.type, torch.accelerator.current_device_index())
+
+
+def device_of_process(device_type: str, local_rank: int) -> torch.device:
+    """Return the device of one of several processes of a machine: the one with its number.
+
+    If a launcher shows each process only its own device, as Ray and SLURM can, this device has the number 0.
+
+    Example:
+        >>> device_of_process("cuda", 1) if torch.accelerator.device_count() > 1 else torch.device("cuda", 1)
+        device(type='cuda', index=1)
+    """
+    has_own = any(os.environ.get(name) for name in _VISIBLE) and torch.accelerator.device_count() == 1
+    return torch.device(device_type, 0 if has_own else local_rank)
 
 
 @cache

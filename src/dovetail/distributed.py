@@ -141,13 +141,15 @@ class Group:
         rank: The number of this process, from 0.
         size: The number of processes.
         counts: True if the numbers of this process are part of sums.
+        connections: The process group for all messages; None means torch's default group.
     """
 
     counts: bool = True
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: Any, connections: dist.ProcessGroup | None = None) -> None:
         self.rank = self._place = dist.get_rank()
         self.size = self._total = dist.get_world_size()
+        self.connections = connections
         self._store = store
 
     @property
@@ -166,7 +168,7 @@ class Group:
         """
         if dist.is_initialized():
             # Created by an earlier run, or by the user's own code, which has no store for failures.
-            return cls(_STORES[-1] if _STORES else None)
+            return cls(_STORES[-1] if _STORES else None, _connections_with_cpu())
         if not _PLACES:
             # One rendezvous per process: joining again after an error must not find a closed one.
             address, rank, size = ("env://", -1, -1) if place is None else place
@@ -190,10 +192,10 @@ class Group:
         """Replace tensors by their sums over all processes."""
         try:
             if len(tensors) == 1:
-                dist.all_reduce(tensors[0])
+                dist.all_reduce(tensors[0], group=self.connections)
                 return
             # Started together, so that the sums overlap.
-            for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
+            for work in [dist.all_reduce(tensor, group=self.connections, async_op=True) for tensor in tensors]:
                 assert work is not None
                 work.wait()
         except RuntimeError as error:
@@ -210,7 +212,7 @@ class Group:
     def copy_first(self, tensors: Iterable[Tensor]) -> None:
         """Replace tensors by the tensors of the first process."""
         for tensor in tensors:
-            self._together(lambda tensor=tensor: dist.broadcast(tensor, 0))  # type: ignore[misc]  # bound per tensor
+            self._together(lambda tensor=tensor: dist.broadcast(tensor, 0, self.connections))  # type: ignore[misc]  # bound per tensor
 
     def exchange(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the messages of all processes, in the order of the ranks."""
@@ -227,7 +229,7 @@ class Group:
         # `all_gather` needs tensors of equal size.
         padded = torch.frombuffer(bytearray(own.ljust(size, b"\0")), dtype=torch.uint8)
         received = [torch.empty_like(padded) for _ in range(self._total)]
-        self._together(lambda: dist.all_gather(received, padded))
+        self._together(lambda: dist.all_gather(received, padded, self.connections))
         return [each.numpy().tobytes() for each in received]
 
     @contextmanager
@@ -242,10 +244,12 @@ class Group:
 
     def new_channel(self) -> dist.ProcessGroup:
         """Return another group of the same processes, whose messages keep their own order. A collective call."""
-        world: Any = dist.group.WORLD
-        options = getattr(world._get_backend(torch.device("cpu")), "options", None)
+        chosen: Any = dist.group.WORLD if self.connections is None else self.connections
+        options = getattr(chosen._get_backend(torch.device("cpu")), "options", None)
         # Torch gives a new group the default timeout, and not the timeout that a user's script chose.
-        channel: dist.ProcessGroup = dist.new_group(timeout=getattr(options, "_timeout", None))
+        timeout = getattr(options, "_timeout", None)
+        backend = None if self.connections is None else dist.get_backend_config(self.connections)
+        channel: dist.ProcessGroup = dist.new_group(timeout=timeout, backend=backend)
         return channel
 
     def lost(self) -> PeerError:
@@ -327,7 +331,7 @@ class DataGroup(Group):
     """
 
     def __init__(self, everyone: Group, num_alike: int) -> None:
-        super().__init__(everyone._store)
+        super().__init__(everyone._store, everyone.connections)
         self._everyone = everyone
         self._num_alike = num_alike
         self.rank, coordinate = divmod(everyone.rank, num_alike)
@@ -354,12 +358,30 @@ _STORES: list[Any] = []
 _WATCHES: list[Watch] = []
 _MEETINGS = count()
 _PLACES: list[Any] = []
+# The group that stands for a default group without the CPU, and this default group.
+_OTHERS: list[tuple[Any, Any]] = []
+
+
+def _connections_with_cpu() -> dist.ProcessGroup | None:
+    """Return a process group that can send tensors of the CPU; None if the default group can. A collective call.
+
+    A script that calls `init_process_group("nccl")` has a default group that sends tensors of the accelerator only.
+    """
+    world: Any = dist.group.WORLD
+    if torch.device("cpu") in world._device_types:
+        return None
+    if not _OTHERS or _OTHERS[-1][0]() is not world:
+        made: dist.ProcessGroup = dist.new_group(backend=f"cpu:gloo,{dist.get_backend_config(world)}")
+        _OTHERS[:] = [(weakref.ref(world), made)]
+    chosen: dist.ProcessGroup = _OTHERS[-1][1]
+    return chosen
 
 
 def _leave() -> None:
     while _WATCHES:
         _WATCHES.pop().close()
     _STORES.clear()
+    _OTHERS.clear()
     if dist.is_initialized():
         with suppress(Exception):
             dist.destroy_process_group()

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from dovetail.accelerators import current_accelerator
+from dovetail.accelerators import current_accelerator, device_of_process
 from dovetail.distributed import Group, is_launched
 from dovetail.errors import CheckpointError, ConfigError, DataError
 
@@ -243,7 +243,7 @@ _INSTEAD = "expected processes that torch starts; use DistributedContext.from_to
 def local_device(local_rank: int) -> torch.device:
     """Return the device of a process: one accelerator per process of a machine, or the CPU if there is none."""
     accelerator = current_accelerator()
-    return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, local_rank)
+    return torch.device("cpu") if accelerator is None else device_of_process(accelerator.type, local_rank)
 
 
 def _number(variable: str, default: int | None = None) -> int:

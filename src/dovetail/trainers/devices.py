@@ -51,10 +51,17 @@ def as_device(device: Any, device_id: int | None = None) -> torch.device:
     return named
 
 
-def check_device(device: torch.device) -> None:
-    """Raise if this machine does not have the device."""
-    if not is_here(device):
+def check_device(device: torch.device, local_rank: int | None = None) -> None:
+    """Raise if this machine does not have the device, which may follow from the number of a process."""
+    if is_here(device):
+        return
+    if local_rank is None or not device.index:
         raise ConfigError(f"device: {str(device)!r} is not available here; use 'cpu' or 'auto'")
+    count = torch.accelerator.device_count()
+    raise ConfigError(
+        f"device: {str(device)!r} is not available here: LOCAL_RANK is {local_rank}, and this process sees {count} "
+        f"{'device' if count == 1 else 'devices'}; start at most one process per device on each machine, or use 'cpu'"
+    )
 
 
 def place_model(
