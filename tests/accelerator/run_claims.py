@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pretend_device
 import pytest
 import torch
 from pretend_device import NAME, PretendDevice, PretendTensor
@@ -19,8 +20,9 @@ from dovetail import Batches, Epochs, Trainer, accelerators
 from dovetail.accelerator_checks import _no_waits
 from dovetail.callbacks import Callback
 from dovetail.data import DataLoader, to_device
+from dovetail.errors import ConfigError
 from dovetail.tracking import FolderLogger, Tracker
-from dovetail.trainers import AutoBatchTrainer, CompiledTrainer, TimedTrainer, seed_everything
+from dovetail.trainers import AutoBatchTrainer, CompiledTrainer, DDPTrainer, TimedTrainer, seed_everything
 from dovetail.trainers.devices import as_device
 from dovetail.trainers.randomness import rng_state, set_rng_state
 
@@ -107,6 +109,27 @@ def auto_selects_the_device() -> None:
     assert not accelerators.is_here(torch.device(NAME, 2))
     assert not accelerators.is_here(torch.device("cuda"))
     assert accelerators.collective_backend(NAME) == "gloo"
+
+
+def a_process_that_is_shown_one_device_uses_it() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in accelerators._VISIBLE:
+            patch.delenv(name, raising=False)
+        assert accelerators.device_of_process(NAME, 1) == torch.device(NAME, 1)
+        patch.setenv("CUDA_VISIBLE_DEVICES", "3")
+        # It still sees two devices.
+        assert accelerators.device_of_process(NAME, 1) == torch.device(NAME, 1)
+        patch.setattr(pretend_device, "NUM_DEVICES", 1)
+        assert accelerators.device_of_process(NAME, 1) == torch.device(NAME, 0)
+        patch.delenv("CUDA_VISIBLE_DEVICES")
+        # All processes of this machine share one device, which is an error.
+        assert accelerators.device_of_process(NAME, 1) == torch.device(NAME, 1)
+        patch.setenv("LOCAL_RANK", "1")
+        patch.setenv("RANK", "0")
+        patch.setenv("WORLD_SIZE", "1")
+        patch.setenv("MASTER_ADDR", "127.0.0.1")
+        with pytest.raises(ConfigError, match="LOCAL_RANK is 1, and this process sees 1 device"):
+            DDPTrainer(make_trainer()).fit(make_batches())
 
 
 def random_states_of_the_device_are_saved_and_restored() -> None:
@@ -347,6 +370,7 @@ RUN_CLAIMS = {
         the_device_notices_waits_and_mixed_devices,
         the_device_notices_a_stream_that_does_not_wait,
         auto_selects_the_device,
+        a_process_that_is_shown_one_device_uses_it,
         random_states_of_the_device_are_saved_and_restored,
         the_next_batch_is_copied_before_the_step,
         evaluation_and_prediction_copy_without_waiting_and_read_once,

@@ -17,17 +17,27 @@ def results(run_group: Any, tmp_path_factory: pytest.TempPathFactory) -> list[di
     return found
 
 
-FEATURES = ("plain", "bf16", "fp16", "accumulation", "clipping", "ema", "early_stopping")
+# With weights of classes, and with tokens, the number of items is a tensor of the device.
+FEATURES = (
+    *("plain", "bf16", "fp16", "accumulation", "clipping", "ema", "early_stopping", "class_weight", "tokens"),
+    *("class_weight, accumulation", "tokens, accumulation", "sync_batchnorm"),
+)
 
 
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("layer", ["data parallel", "sharded"])
 def test_steps_of_two_ranks_wait_for_no_device(results: list[dict[str, Any]], layer: str, feature: str) -> None:
-    num_parts = 4 if layer == "sharded" else 0
+    num_parts = (
+        {"tokens": 3, "tokens, accumulation": 3, "sync_batchnorm": 6}.get(feature, 4) if layer == "sharded" else 0
+    )
     # Torch's scaler reads one flag per update. Four of the six steps are between two complete ones.
     waits = ["aten._local_scalar_dense.default"] * 4 if feature == "fp16" else []
     expected = {"difference": 0.0, "waits": waits, "num_parts": num_parts}
     assert [found[f"{layer} {feature}"] for found in results] == [{**expected, "number": rank} for rank in (0, 1)]
+
+
+def test_compressed_gradients_of_two_ranks_wait_for_no_device(results: list[dict[str, Any]]) -> None:
+    assert [found["data parallel powersgd"]["waits"] for found in results] == [[], []]
 
 
 def test_offloading_on_the_cpu_needs_no_pinned_memory_of_an_accelerator(results: list[dict[str, Any]]) -> None:

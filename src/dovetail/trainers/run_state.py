@@ -82,7 +82,8 @@ class BatchState:
         num_records: Samples of the batches of all processes.
         num_tokens: Tokens of this process's batch, a number or a tensor; after the update, of the batches of all
             processes since the last update.
-        num_averaged: Items of all processes in the running update, if several processes average their gradients.
+        num_averaged: Items of all processes in the running update, if several processes average their gradients; a
+            tensor on an accelerator.
         optimized: True if the step called `context.backward`, so that the loop leaves backward and step to it.
         uses_criterion: True if the loss is the trainer's criterion; False for a step that computes its own loss.
         is_ahead: True if one call has already made the updates of some batches that follow.
@@ -96,7 +97,7 @@ class BatchState:
     num_samples: int = 0
     num_records: int = 0
     num_tokens: Any = 0
-    num_averaged: float = 0.0
+    num_averaged: Any = 0.0
     optimized: bool = False
     uses_criterion: bool = False
     is_ahead: bool = False

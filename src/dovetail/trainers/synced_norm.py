@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dovetail.distributed import Group
 from dovetail.trainers.context import TrainingContext
+from dovetail.trainers.window import positive
 
 
 class NormSync:
@@ -116,15 +117,15 @@ class _SyncedNorm(torch.autograd.Function):
         own = values.new_zeros(2 * inputs.shape[1] + 1)
         if count:
             variance, mean = torch.var_mean(values, dims, correction=0)
-            own = torch.cat([mean, variance * count, values.new_tensor([count])])
+            own = torch.cat([mean, variance * count, values.new_full([1], count)])
         # A sum of rows that only one process fills: means of different counts cannot be added.
         rows = own.new_zeros(sync.group.size, len(own))
         rows[sync.group.rank] = own
         sync.group.sum(rows)
         means, squares, counts = torch.split(rows, [inputs.shape[1], inputs.shape[1], 1], dim=1)
         total = counts.sum()
-        # A memory plan reads conditions as true.
-        has_several = total > 1
+        # Reading the total would wait for the device. A memory plan reads conditions as true.
+        has_several = count > 1 or total > 1
         if not has_several:
             raise ValueError(
                 f"Expected more than 1 value per channel when training, got input size {tuple(inputs.shape)}"
@@ -158,15 +159,11 @@ class _SyncedNorm(torch.autograd.Function):
             # The loss of one process depends on the inputs of all, through mean and variance. The average of the
             # gradients multiplies by the weight of the receiving process, so its weight is divided out here.
             own = 0.0 if ctx.is_idle else ctx.sync.weight()
-            counts_here = bool(own > 0)
-            sums = torch.cat([by_bias, by_weight]) * own if counts_here else mean.new_zeros(2 * len(mean))
+            sums = _where_positive(own, torch.cat([by_bias, by_weight]) * own)
             ctx.sync.group.sum(sums)
-            if counts_here:
-                common, slope = (sums / (own * total)).chunk(2)
-                by_inputs = (outer - common.view(shape) - normal * slope.view(shape)) * scale.view(shape)
-                by_inputs = by_inputs.to(inputs.dtype)
-            else:
-                by_inputs = torch.zeros_like(inputs)
+            common, slope = (sums / (positive(own) * total)).chunk(2)
+            by_inputs = (outer - common.view(shape) - normal * slope.view(shape)) * scale.view(shape)
+            by_inputs = _where_positive(own, by_inputs).to(inputs.dtype)
         return (
             by_inputs,
             by_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None,
@@ -174,6 +171,14 @@ class _SyncedNorm(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _where_positive(weight: Any, values: Tensor) -> Tensor:
+    """Return values, or zeros if a weight is 0; they may be NaN then."""
+    if isinstance(weight, Tensor):
+        # A condition of Python would wait for the device.
+        return torch.where(weight > 0, values, 0.0)
+    return values if weight > 0 else torch.zeros_like(values)
 
 
 def _exact_type(dtype: torch.dtype) -> torch.dtype:

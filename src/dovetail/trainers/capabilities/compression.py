@@ -34,12 +34,12 @@ class Codec(ABC):
         return []
 
     @abstractmethod
-    def decode(self, weight: Any, total: float, counts: Sequence[float]) -> None:
+    def decode(self, weight: Any, total: Any, counts: Sequence[float]) -> None:
         """Write the sum over all processes into the bucket.
 
         Args:
-            weight: The weight of this process.
-            total: The weight of all processes.
+            weight: The weight of this process, a number or a tensor.
+            total: The weight of all processes, a number or a tensor.
             counts: The number of processes that have a gradient, for each parameter.
         """
 
@@ -185,7 +185,7 @@ class _HalfCodec(Codec):
         self._message.copy_(self.flat if self._unit == 1.0 else self.flat.div_(self._unit))
         return [self._message]
 
-    def decode(self, weight: Any, total: float, counts: Sequence[float]) -> None:
+    def decode(self, weight: Any, total: Any, counts: Sequence[float]) -> None:
         self.flat.copy_(self._message)
         if self._unit != 1.0:
             self.flat.mul_(self._unit)
@@ -253,17 +253,18 @@ class _PowerCodec(Codec):
             torch.mm(factors.matrix.T, factors.left, out=factors.new_right)
         return [self._second] if self._factors else []
 
-    def decode(self, weight: Any, total: float, counts: Sequence[float]) -> None:
+    def decode(self, weight: Any, total: Any, counts: Sequence[float]) -> None:
         for part, sent in zip(self._others, self._sent_others, strict=True):
             part.copy_(sent.view_as(part))
-        own = float(weight)
         for factors in self._factors:
             approximation = factors.left @ factors.new_right.T
-            # Nothing is stored from an update without gradients, or with an infinite one, which would last forever.
-            if counts[factors.number] and total and torch.isfinite(approximation).all():
-                factors.right = factors.new_right.clone()
-                if own:
-                    factors.error = factors.matrix / own - approximation / total
+            if counts[factors.number]:
+                # Nothing is stored from an update without items, or with an infinite gradient, which would last
+                # forever. Not as a condition of Python, which would wait for the device.
+                is_stored = torch.isfinite(approximation).all() & (total != 0)
+                error = factors.matrix / weight - approximation / total
+                factors.right = torch.where(is_stored, factors.new_right, factors.right)
+                factors.error = torch.where(is_stored & (weight != 0), error, factors.error)
             factors.matrix.copy_(approximation)
 
     def state(self) -> list[dict[str, Tensor]]:

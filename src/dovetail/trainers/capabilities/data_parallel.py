@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dovetail.accelerators import device_of_process
 from dovetail.data import Share
 from dovetail.distributed import Group, PeerError, is_launched, own_part
 from dovetail.errors import ConfigError
@@ -25,6 +26,7 @@ from dovetail.trainers.capabilities.core import Capability
 from dovetail.trainers.capabilities.exchanges import Exchanges
 from dovetail.trainers.capabilities.timed import Timed
 from dovetail.trainers.context import Stage
+from dovetail.trainers.counts import TOKEN_UNIT, join_on_device, whole_number
 from dovetail.trainers.devices import check_device
 from dovetail.trainers.fitting import check_kind, restoring
 from dovetail.trainers.metrics import Meter
@@ -127,8 +129,9 @@ class DataParallel(Capability):
             return
         if context.device.type != "cpu":
             number = int(os.environ.get("LOCAL_RANK", "0"))
-            context.device = self._devices[number] if self._devices else torch.device(context.device.type, number)
-            check_device(context.device)
+            own = self._devices[number] if self._devices else device_of_process(context.device.type, number)
+            check_device(own, number)
+            context.device = own
             torch.accelerator.set_device_index(context.device)
         group = self._group = self._data_group(Group.join(context.device))
         everyone = group.everyone
@@ -307,22 +310,23 @@ class DataParallel(Capability):
             set_rng_state(turn.randomness)
         if not context.run.window.closes:
             turn.samples += notes.num_samples
-            turn.tokens += int(notes.num_tokens)
+            turn.tokens = turn.tokens + whole_number(notes.num_tokens)
             notes.num_records = notes.num_tokens = 0
             return
         # A step that calls `context.backward` returns its tokens after the gradients were sent.
-        late = int(notes.num_tokens) if notes.optimized and turn.extras is not None else 0
+        late = whole_number(notes.num_tokens) if notes.optimized and turn.extras is not None else 0
         if turn.extras is None:
             # No optimizer stepped, in any process.
-            counts = turn.samples + notes.num_samples, turn.tokens + int(notes.num_tokens)
+            counts = turn.samples + notes.num_samples, int(turn.tokens) + int(notes.num_tokens)
             (samples, tokens), flags = group.sum_with_events(counts, self._flags())
             turn.extras = [samples, *flags, 0, tokens]
         records, *flags, high, low = turn.extras
         turn.samples, turn.tokens, turn.extras, turn.gradients = 0, late, None, None
-        notes.num_records, notes.num_tokens = round(records), round(high) * _TOKEN_UNIT + round(low)
+        notes.num_records, on_device = round(records), isinstance(high, Tensor)
+        notes.num_tokens = join_on_device(high, low) if on_device else round(high) * TOKEN_UNIT + round(low)
         if notes.optimized and self._plans_by_tokens():
             # Otherwise these tokens are sent with the next update.
-            sums = torch.tensor([late], dtype=torch.int64)
+            sums = torch.tensor([int(late)], dtype=torch.int64)
             group.sum(sums)
             turn.tokens, notes.num_tokens = 0, notes.num_tokens + int(sums)
         if flags[0]:
@@ -405,10 +409,11 @@ class DataParallel(Capability):
         else:
             weight = context.run.window.items if context.run.window.size > 1 else context.run.num_items
             samples = turn.samples + context.run.batch.num_samples
-            tokens = turn.tokens + int(context.run.batch.num_tokens)
+            own = context.run.batch.num_tokens
+            # Without a call in the usual case, because calls count in the step of a small model.
+            tokens = turn.tokens + (own if type(own) is int else whole_number(own))
         flags = _NO_STOP_REQUEST if context.run.stop_request is None else self._flags()
-        # Tokens in two parts, because large numbers are not exact in float32.
-        counts = [samples, *flags, tokens // _TOKEN_UNIT, tokens % _TOKEN_UNIT]
+        counts = [samples, *flags, tokens // TOKEN_UNIT, tokens % TOKEN_UNIT]
         exchanges, extras = self._exchanges, None
         exchange = exchanges.by_optimizer.get(id(optimizer))
         if exchange is not None and exchange.optimizer is optimizer and not self._is_compressed:
@@ -471,19 +476,17 @@ class _StepState:
         # Samples of the batches of the running accumulation window before this one.
         self.samples = 0
         # Tokens of these batches, and of a last batch whose tokens were returned after its gradients were sent.
-        self.tokens = 0
+        self.tokens: Any = 0
         # Gradients and items of the running window, if this process has batches for only a part of it.
         self.gradients: list[tuple[Tensor, Tensor | None]] | None = None
         self.items: Any = 0
         # The RNG state before an idle batch.
         self.randomness: Any = None
         # Sums of the numbers that were sent with the first gradients of the running step.
-        self.extras: list[float] | None = None
+        self.extras: list[Any] | None = None
 
 
 _NO_STOP_REQUEST = (0.0, 0.0, 0.0)
-# Sums of quotients and remainders by this number are exact in float32, for up to 4,096 processes.
-_TOKEN_UNIT = 4096
 
 
 def _any(group: Group, holds: bool) -> bool:

@@ -14,12 +14,16 @@ from torch.optim import Optimizer
 
 from dovetail.distributed import Group
 from dovetail.trainers.capabilities.compression import Codec, Compression
+from dovetail.trainers.counts import put
+from dovetail.trainers.window import positive
 
 # Bytes of the first bucket: it is sent when the last layers of the model have their gradients.
 _FIRST_BUCKET = 2**20
 # The sums that are sent with the gradients: samples, stop request, SIGINT, SIGTERM, tokens (two parts), and early
 # buckets that changed.
 _NUM_EXTRAS = 7
+# Those of them that are tensors of the device if the batch is on one: both parts of the tokens.
+_TOKENS = slice(4, 6)
 
 
 class GradientExchange:
@@ -60,8 +64,8 @@ class GradientExchange:
         self.optimizer = optimizer
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.num_trained = sum(map(_REQUIRES_GRAD, self.parameters))
-        # The weight of all processes in the last average.
-        self.weight = 0.0
+        # The weight of all processes in the last average: a tensor if the gradients are on an accelerator.
+        self.weight: Any = 0.0
         self.unit = unit
         # Set for each update: some forms of compression start later.
         self.is_compressed = False
@@ -183,9 +187,10 @@ class GradientExchange:
 
     # ------------------------------------------------------------------ after it
 
-    def average(self, group: Group, weight: Any, extras: list[float]) -> list[float] | None:
+    def average(self, group: Group, weight: Any, extras: list[Any]) -> list[Any] | None:
         """Replace every gradient by the mean over all processes, and return the sums of `extras`.
 
+        On an accelerator, the sums of tokens and weights are tensors, because reading them would wait for the device.
         None means that parameters were frozen, unfrozen or added, so that new buckets are necessary.
         """
         groups, buckets = self.optimizer.param_groups, self.buckets
@@ -200,15 +205,18 @@ class GradientExchange:
                 bucket.fill(weight, None, extras)
                 try:
                     for message in bucket.messages:
-                        dist.all_reduce(message)
+                        dist.all_reduce(message, group=group.connections)
                 except RuntimeError as error:
                     raise group.lost() from error
+                if bucket.device_numbers is not None:
+                    self.weight = bucket.receive(divides=True)
+                    continue
                 *bucket.counts, self.weight = bucket.tail.tolist()
                 bucket.gradients.div_(self.weight or 1.0)
         elif buckets:
             self._sum_buckets(group, weight, extras)
         else:
-            summed = torch.tensor(extras, dtype=torch.float64)
+            summed = torch.tensor([float(it) for it in extras], dtype=torch.float64)
             group.sum(summed)
             return cast("list[float]", summed.tolist()[:-1])
         for bucket in buckets:
@@ -216,11 +224,15 @@ class GradientExchange:
             for parameter, part, number in zip(bucket.parameters, bucket.parts, bucket.counts, strict=False):
                 # A parameter that no process used has no gradient, as in a single process.
                 parameter.grad = (part if bucket.is_exact else part.to(parameter.dtype)) if number else None
-        return buckets[-1].counts[-_NUM_EXTRAS:-1]
+        sums: list[Any] = buckets[-1].counts[-_NUM_EXTRAS:-1]
+        if buckets[-1].device_numbers is not None:
+            sums[_TOKENS] = buckets[-1].device_numbers[:-1]
+        return sums
 
     def _sum_buckets(self, group: Group, weight: Any, extras: list[float]) -> None:
         """Send the remaining buckets, wait for all of them, and divide the sums."""
         num_sent, is_compressed = self._num_sent, self.is_compressed
+        channel = group.connections if self._channel is None else self._channel
         if self._is_first:
             self._is_first = False
             for bucket in self.buckets:
@@ -235,16 +247,13 @@ class GradientExchange:
             if self._failure is not None:
                 raise self._failure
             for bucket in self.buckets[num_sent:]:
-                bucket.send(self._channel, weight, is_compressed=is_compressed)
+                bucket.send(channel, weight, is_compressed=is_compressed)
             for bucket in self.buckets:
-                bucket.wait()
-                *bucket.counts, self.weight = bucket.tail.tolist()
-                if not is_compressed:
-                    bucket.gradients.div_(self.weight or 1.0)
+                self.weight = bucket.receive(divides=not is_compressed)
             if self.buckets[-1].counts[-1]:
                 self._send_again(weight)
             if is_compressed:
-                self._decompress(weight)
+                self._decompress(channel, weight)
         except RuntimeError as error:
             raise group.lost() from error
         self._num_sent = 0
@@ -266,22 +275,19 @@ class GradientExchange:
             bucket.fill(weight, None, [0.0] * _NUM_EXTRAS)
             bucket.send(self._channel, weight, is_compressed=self.is_compressed)
         for bucket in self.buckets[:-1]:
-            bucket.wait()
-            *bucket.counts, total = bucket.tail.tolist()
-            if not self.is_compressed:
-                bucket.gradients.div_(total or 1.0)
+            bucket.receive(divides=not self.is_compressed)
 
-    def _decompress(self, weight: Any) -> None:
+    def _decompress(self, channel: dist.ProcessGroup | None, weight: Any) -> None:
         """Turn the sums of compressed gradients into means; some forms need a second message for this."""
         for bucket in self.buckets:
             assert bucket.codec is not None
             for message in bucket.codec.second_messages():
-                bucket.works.append(dist.all_reduce(message, group=self._channel, async_op=True))
+                bucket.works.append(dist.all_reduce(message, group=channel, async_op=True))
         for bucket in self.buckets:
             bucket.wait()
             assert bucket.codec is not None
             bucket.codec.decode(weight, self.weight, bucket.counts)
-            bucket.gradients.div_(self.weight or 1.0)
+            bucket.gradients.div_(positive(self.weight))
 
 
 class Bucket:
@@ -300,13 +306,16 @@ class Bucket:
         # Sums in half precision would lose too much.
         self.is_exact = dtype == first.dtype
         self.has_all = [1.0] * len(parameters)
+        # Both parts of the tokens, and the weight, on an accelerator: they may be tensors that the step computes there.
+        self.device_numbers: Tensor | None = None
         if first.device.type == "cpu":
             self.flat = torch.empty(sum(sizes) + num_numbers, dtype=dtype)
             self.gradients, self.tail = torch.split(self.flat, [sum(sizes), num_numbers])
             self.messages = [self.flat]
         else:
-            # The host needs these numbers: as a separate tensor they do not wait for the device.
-            self.flat = self.gradients = torch.empty(sum(sizes), dtype=dtype, device=first.device)
+            self.flat = torch.empty(sum(sizes) + 3, dtype=dtype, device=first.device)
+            self.gradients, self.device_numbers = torch.split(self.flat, [sum(sizes), 3])
+            # The host needs the other numbers: as a separate tensor they do not wait for the device.
             self.tail = torch.empty(num_numbers, dtype=dtype)
             self.messages = [self.flat, self.tail]
         parts = torch.split(self.gradients, sizes)
@@ -360,7 +369,7 @@ class Bucket:
             if parameter.grad is not gradient or (gradient is not None and gradient._version != version + num_changes)
         ]
 
-    def fill(self, weight: Any, factor: Any, extras: list[float]) -> None:
+    def fill(self, weight: Any, factor: Any, extras: list[Any]) -> None:
         """Copy the weighted gradients, and the numbers that are sent with them, into the flat tensor."""
         gradients, has = list(map(_GRAD, self.parameters)), self.has_all
         if any(map(is_, gradients, repeat(None))) or any(map(_IS_SPARSE, gradients)):
@@ -379,6 +388,9 @@ class Bucket:
             else:
                 for gradient, part in zip(gradients, self.parts, strict=True):
                     part.copy_(gradient).mul_(weight)
+        if self.device_numbers is not None:
+            put(self.device_numbers, [*extras[_TOKENS], weight])
+            extras, weight = [*extras[:4], 0.0, 0.0, *extras[6:]], 0.0
         self.tail.copy_(torch.tensor([*has, *extras, 0.0], dtype=self.tail.dtype))
         self.tail[-1] = weight
 
@@ -388,6 +400,8 @@ class Bucket:
         if is_compressed:
             assert self.codec is not None
             messages = [*self.codec.encode(weight), self.tail]
+            if self.device_numbers is not None:
+                messages.append(self.device_numbers)
         for message in messages:
             self.works.append(dist.all_reduce(message, group=channel, async_op=True))
 
@@ -396,6 +410,17 @@ class Bucket:
         for work in self.works:
             work.wait()
         self.works = []
+
+    def receive(self, *, divides: bool) -> Any:
+        """Wait for the sums, divide those of the gradients by the weight of all processes, and return this weight."""
+        self.wait()
+        *self.counts, weight = self.tail.tolist()
+        if self.device_numbers is not None:
+            # A copy: the next update overwrites these numbers.
+            weight = self.device_numbers[-1].clone()
+        if divides:
+            self.gradients.div_(positive(weight))
+        return weight
 
 
 _GRAD, _REQUIRES_GRAD, _IS_SPARSE = attrgetter("grad"), attrgetter("requires_grad"), attrgetter("is_sparse")

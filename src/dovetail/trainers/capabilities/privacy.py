@@ -321,7 +321,8 @@ class DifferentialPrivacy(Capability):
             raise ConfigError(f"differential privacy: {_BYPASSED} instead of loss.backward()")
         sampling, size = (
             self._get_sampling(),
-            context.run.batch.num_averaged if context.process.has_peers else self._num_samples,
+            # A tensor on an accelerator, where an update with noise waits for the device once.
+            float(context.run.batch.num_averaged) if context.process.has_peers else self._num_samples,
         )
         if self.poisson_sampling:
             # An update of a fixed size is a mean. With a random size, divide by the expected size: the real one would

@@ -8,20 +8,22 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dovetail.accelerators import can_pin
+from dovetail.accelerators import can_pin, widest_float
 from dovetail.distributed import DataGroup, Group, is_part, num_launched, own_part, part_of, whole
 from dovetail.errors import ConfigError
 from dovetail.trainers.capabilities.data_parallel import DataParallel
 from dovetail.trainers.capabilities.deferred import initialize, is_deferred
 from dovetail.trainers.capabilities.meshes import check_mesh, mesh_sizes, show_mesh
+from dovetail.trainers.capabilities.part_holders import PartHolders
 from dovetail.trainers.capabilities.tensor_parallel import LocalWeights, Parallelize, check_plan, parallelize
 from dovetail.trainers.context import Stage
+from dovetail.trainers.counts import put, whole_number
 from dovetail.trainers.fitting import restoring
 from dovetail.trainers.randomness import rng_state, set_rng_state
+from dovetail.trainers.window import positive
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -301,7 +303,7 @@ class ShardedDataParallel(DataParallel):
             replace_parameters(optimizer, divided)
             _divide_state(optimizer)
         self._sharded_parameters = []
-        context.process.peers = _Parts(group.everyone, self._mesh)
+        context.process.peers = PartHolders(group.everyone, self._mesh)
         if group is not group.everyone:
             # The processes that compute the same batches draw the same random numbers.
             set_rng_state(group.exchange({"rng": rng_state()})[group.rank]["rng"])
@@ -391,14 +393,29 @@ class ShardedDataParallel(DataParallel):
             return
         turn, window = self._turn, self.context.run.window
         notes = self.context.run.batch
-        samples, tokens = (0, 0) if self._is_idle() else (notes.num_samples, int(notes.num_tokens))
-        numbers = float(self._own_items()), turn.samples + samples, turn.tokens + tokens
-        (total, all_samples, all_tokens), flags = group.sum_with_events(numbers, self._flags())
-        if turn.extras is None:
-            turn.extras = [all_samples, *flags, 0, all_tokens]
+        samples, tokens = (0, 0) if self._is_idle() else (notes.num_samples, whole_number(notes.num_tokens))
         # The window has divided by the items of this process only.
-        own = float(window.items / window.expected) if window.size > 1 else 1.0
-        factor = (self._unit or 1.0) / (total or 1.0)
+        own: Any = window.items / window.expected if window.size > 1 else 1.0
+        own_sums = self._own_items(), turn.tokens + tokens
+        total: Any
+        extras: list[Any]
+        if self.context.device.type == "cpu" or self.cpu_offload:
+            own = float(own)
+            numbers = *map(float, own_sums), turn.samples + samples
+            (total, all_tokens, all_samples), flags = group.sum_with_events(numbers, self._flags())
+            extras = [all_samples, *flags, 0, all_tokens]
+        else:
+            # Items and tokens may be tensors of the device, and reading them would wait for it.
+            device = self.context.device
+            sums = torch.zeros(2, dtype=widest_float(device.type), device=device)
+            put(sums, own_sums)
+            group.sum(sums)
+            total, all_tokens = sums
+            (all_samples,), flags = group.sum_with_events([turn.samples + samples], self._flags())
+            extras = [all_samples, *flags, torch.zeros_like(all_tokens), all_tokens]
+        if turn.extras is None:
+            turn.extras = extras
+        factor = (self._unit or 1.0) / positive(total)
         for parameter in (parameter for each in optimizer.param_groups for parameter in each["params"]):
             gradient = parameter.grad
             if gradient is None:
@@ -409,49 +426,6 @@ class ShardedDataParallel(DataParallel):
             else:
                 _scale(gradient, own * factor)
                 group.sum(gradient)
-
-
-class _Parts:
-    """The processes that hold the state of a run in parts."""
-
-    def __init__(self, group: Group, mesh: DeviceMesh) -> None:
-        self.rank, self.size = group.rank, group.size
-        self.exchange = group.exchange
-        self._group, self._mesh = group, mesh
-        self._background: _Parts | None = None
-
-    def in_background(self) -> _Parts:
-        """Return the same processes for a thread, with connections of its own."""
-        if self._background is None:
-            self._background = _Parts(_ThreadGroup(self._group), self._mesh)
-        return self._background
-
-    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tensor that is sharded by rows, like FSDP's parameters."""
-        from torch.distributed.tensor import Replicate, Shard, zeros
-
-        names = self._mesh.mesh_dim_names or ()
-        # Over all dimensions except the copies, so that no process holds more than its part of a checkpoint.
-        placements = [Shard(0) if len(shape) and name != "replicate" else Replicate() for name in names]
-        return zeros(*shape, dtype=dtype, device_mesh=self._mesh, placements=placements)
-
-
-class _ThreadGroup(Group):
-    """The processes of a group over other connections, so that a thread can exchange messages while training does.
-
-    Args:
-        group: The group. All of its processes must create this object.
-    """
-
-    def __init__(self, group: Group) -> None:
-        super().__init__(group._store)
-        self._connections = dist.new_group(backend="gloo")
-
-    def _gathered(self, own: bytes, size: int) -> list[bytes]:
-        padded = torch.frombuffer(bytearray(own.ljust(size, b"\0")), dtype=torch.uint8)
-        received = [torch.empty_like(padded) for _ in range(self.size)]
-        self._together(lambda: dist.all_gather(received, padded, group=self._connections))
-        return [each.numpy().tobytes() for each in received]
 
 
 _END = object()
@@ -502,8 +476,8 @@ def _mean(group: Group, number: Any) -> float:
     return total.item() / group.size
 
 
-def _scale(gradient: Tensor, factor: float) -> None:
-    if factor != 1.0:
+def _scale(gradient: Tensor, factor: Any) -> None:
+    if isinstance(factor, Tensor) or factor != 1.0:
         gradient.mul_(factor)
 
 
