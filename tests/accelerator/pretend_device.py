@@ -44,6 +44,8 @@ _READS = {
     _aten.unique_dim.default,
     _aten.unique_consecutive.default,
     _aten.repeat_interleave.Tensor,
+    # On cuda it reads the largest number, to find the size of the result.
+    _aten.bincount.default,
 }
 _VALUES = {_aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default}
 _COPIES = {_aten._to_copy.default, _aten.copy_.default}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
@@ -20,7 +21,7 @@ from dovetail.accelerator_checks import _no_waits
 from dovetail.callbacks import Callback
 from dovetail.data import DataLoader, to_device
 from dovetail.tracking import FolderLogger, Tracker
-from dovetail.trainers import AutoBatchTrainer, CompiledTrainer, TimedTrainer, seed_everything
+from dovetail.trainers import AutoBatchTrainer, CompiledTrainer, TimedTrainer, WholePass, seed_everything
 from dovetail.trainers.devices import as_device
 from dovetail.trainers.randomness import rng_state, set_rng_state
 
@@ -163,6 +164,48 @@ def evaluation_and_prediction_copy_without_waiting_and_read_once() -> None:
         assert not [event for event in device.events[start:] if event.waits]
         assert isinstance(predictions, PretendTensor)
         assert torch.equal(predictions.cpu(), cpu.predict(batches))
+
+
+def every_kind_of_metric_reads_once() -> None:
+    class OwnStep(Trainer):
+        def test_step(self, batch: Any) -> dict[str, Tensor]:
+            outputs = self.model(batch[0])
+            return {"loss": outputs.square().mean(), "output": outputs, "target": batch[1]}
+
+    with_ignored = [(x, y.where(torch.arange(8) > 2, -100)) for x, y in make_batches()]
+    probabilities = [(x, nn.functional.one_hot(y, 3).float()) for x, y in make_batches()]
+    root: Any = WholePass(lambda outputs, targets: outputs.square().mean().sqrt())
+    scores = {"metrics": ["mae", "mse", "rmse", "r2"], "criterion": nn.MSELoss()}
+    labels = {"metrics": ["accuracy", "f1", "mcc"], "criterion": nn.BCEWithLogitsLoss()}
+    cases: list[tuple[type[Trainer], Any, dict[str, Any]]] = [
+        (Trainer, with_ignored, {"metrics": ["accuracy", "f1", "precision", "recall", "mcc"]}),
+        (Trainer, make_batches(), {"metrics": {"root": root}}),
+        (OwnStep, make_batches(), {}),
+        (Trainer, probabilities, {}),
+        (Trainer, probabilities, scores),
+        (Trainer, probabilities, labels),
+    ]
+    with PretendDevice() as device:
+        for kind, batches, options in cases:
+            assert reads_of_a_second_pass(device, kind, batches, options) == 1, options
+        # torchmetrics selects the points of the curve of each class; no batch adds a read.
+        for name, number in (("auroc", 8 + 3 * 3), ("average_precision", 8 + 2 * 3)):
+            for length in (2, NUM_BATCHES):
+                options = {"metrics": [name]}
+                assert reads_of_a_second_pass(device, Trainer, with_ignored[:length], options) == number
+
+
+def reads_of_a_second_pass(device: PretendDevice, kind: type[Trainer], batches: Any, options: dict[str, Any]) -> int:
+    """Return how often the host waits in a second evaluation, after a comparison of its numbers with the CPU's."""
+    models = [Net(None, dropout=0.0), Net(None, dropout=0.0)]
+    settings: dict[str, Any] = {"verbose": False, "print_every": 10**6, **options}
+    expected = kind(models[0], "cpu", **settings).evaluate(batches)
+    trainer = kind(models[1], NAME, **settings)
+    assert trainer.evaluate(batches) == expected
+    device.events.clear()
+    assert trainer.evaluate(batches) == expected
+    assert all(math.isfinite(value) for value in expected.values())
+    return sum(event.waits for event in device.events)
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -350,6 +393,7 @@ RUN_CLAIMS = {
         random_states_of_the_device_are_saved_and_restored,
         the_next_batch_is_copied_before_the_step,
         evaluation_and_prediction_copy_without_waiting_and_read_once,
+        every_kind_of_metric_reads_once,
         a_resumed_run_with_workers_is_exact,
         a_run_resumed_from_every_batch_is_exact,
         an_error_of_the_loader_is_raised_at_its_batch,
