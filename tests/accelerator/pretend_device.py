@@ -77,6 +77,7 @@ class _Log:
         self.num_operations = 0
         self.recorded_streams = 0
         self.warns = False
+        self.reports_waits = True
         # Kept, so that their addresses stay theirs.
         self.pinned: list[Tensor] = []
         # Bytes of the storages that are alive, by their address, and the most so far.
@@ -134,7 +135,12 @@ class _Module:
     current_stream, stream = staticmethod(current_stream), staticmethod(use_stream)
 
     def set_sync_debug_mode(self, mode: str) -> None:
-        _log.warns = mode == "warn"
+        # torch shows it once, or always if the user has asked for all warnings.
+        warnings.warn(
+            "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations",
+            stacklevel=2,
+        )
+        _log.warns = mode == "warn" and _log.reports_waits
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
@@ -205,10 +211,15 @@ class PretendTensor(Tensor):
 
 
 class PretendDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Makes the device usable for new tensors and pinned memory while it is active, and records its transfers."""
+    """Makes the device usable for new tensors and pinned memory while it is active, and records its transfers.
 
-    def __init__(self) -> None:
+    Args:
+        reports_waits: False for a device whose sync debug mode reports nothing.
+    """
+
+    def __init__(self, *, reports_waits: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        _log.reports_waits = reports_waits
         self._streams = ExitStack()
 
     def __enter__(self) -> PretendDevice:

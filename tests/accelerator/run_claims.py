@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from dovetail import Batches, Epochs, Trainer, accelerators
 from dovetail.accelerator_checks import _no_waits
-from dovetail.callbacks import Callback
+from dovetail.callbacks import Callback, Timer
 from dovetail.data import DataLoader, to_device
 from dovetail.tracking import FolderLogger, Tracker
 from dovetail.trainers import AutoBatchTrainer, CompiledTrainer, TimedTrainer, WholePass, seed_everything
@@ -128,23 +128,26 @@ def random_states_of_the_device_are_saved_and_restored() -> None:
 
 
 def the_next_batch_is_copied_before_the_step() -> None:
-    with PretendDevice() as device:
-        counts: list[tuple[int, int]] = []
+    # The second callback has `on_step_start`, but does not change the batch.
+    for callbacks in ([], [Timer(flops=True)]):
+        with PretendDevice() as device:
+            counts: list[tuple[int, int]] = []
 
-        class Marked(Net):
-            def forward(self, x: Tensor) -> Any:
-                copies = sum(event.kind == "to_device" for event in device.events)
-                # Parameters are copied once.
-                counts.append((copies - len(list(self.parameters())), x.size(0)))
-                return super().forward(x)
+            class Marked(Net):
+                def forward(self, x: Tensor) -> Any:
+                    copies = sum(event.kind == "to_device" for event in device.events)
+                    # Parameters are copied once.
+                    counts.append((copies - len(list(self.parameters())), x.size(0)))  # noqa: B023 - of this turn
+                    return super().forward(x)
 
-        model = Marked(None)
-        trainer = make_trainer(model=model, criterion=nn.CrossEntropyLoss())
-        trainer.fit(make_batches(), max_length=Epochs(1))
-        streams = device.recorded_streams
-    # At the start of step n, the batches 1 to n + 1 were copied, two tensors each.
-    assert counts == [(2 * min(number + 2, NUM_BATCHES), 8) for number in range(NUM_BATCHES)]
-    assert streams == 2 * NUM_BATCHES
+            model = Marked(None)
+            trainer = make_trainer(model=model, criterion=nn.CrossEntropyLoss(), callbacks=callbacks)
+            trainer.fit(make_batches(), max_length=Epochs(1))
+            streams = device.recorded_streams
+        # At the start of step n, the batches 1 to n + 1 were copied, two tensors each.
+        assert counts == [(2 * min(number + 2, NUM_BATCHES), 8) for number in range(NUM_BATCHES)]
+        assert streams == 2 * NUM_BATCHES
+        assert all(timer.flops_per_sample > 0 for timer in callbacks)
 
 
 def evaluation_and_prediction_copy_without_waiting_and_read_once() -> None:
@@ -382,6 +385,13 @@ def the_doctor_finds_a_step_that_waits() -> None:
     with PretendDevice():
         status, _, numbers = _no_waits(torch.device(NAME, 0), callbacks=[Reading()])
     assert (status, numbers["waits"]) == ("problem", numbers["steps"])
+    # The notice of the mode itself is no wait.
+    with PretendDevice():
+        status, _, numbers = _no_waits(torch.device(NAME, 0))
+    assert (status, numbers["waits"], numbers["messages"]) == ("ok", 0, [])
+    with PretendDevice(reports_waits=False):
+        status, found, _ = _no_waits(torch.device(NAME, 0))
+    assert (status, found) == ("note", "not measured: the sync debug mode does not report a read of a value")
 
 
 RUN_CLAIMS = {
