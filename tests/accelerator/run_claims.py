@@ -24,6 +24,7 @@ from dovetail.tracking import FolderLogger, Tracker
 from dovetail.trainers import AutoBatchTrainer, CompiledTrainer, TimedTrainer, WholePass, seed_everything
 from dovetail.trainers.devices import as_device
 from dovetail.trainers.randomness import rng_state, set_rng_state
+from dovetail.trainers.whole_step.comparing import remember_randomness
 
 
 def make_trainer(device: str = NAME, model: nn.Module | None = None, **options: Any) -> Trainer:
@@ -125,6 +126,14 @@ def random_states_of_the_device_are_saved_and_restored() -> None:
     assert torch.equal(drawn[0], fresh)
     # The generator of the CPU draws nothing for the device.
     assert torch.equal(state["torch"], torch.get_rng_state())
+
+
+def a_comparison_of_steps_restores_the_random_states_of_the_device() -> None:
+    with PretendDevice():
+        restore = remember_randomness([torch.empty(1), torch.empty(1, device=NAME)])
+        drawn = torch.rand(4).tolist(), torch.rand(4, device=NAME).tolist()
+        restore()
+        assert (torch.rand(4).tolist(), torch.rand(4, device=NAME).tolist()) == drawn
 
 
 def the_next_batch_is_copied_before_the_step() -> None:
@@ -401,6 +410,7 @@ RUN_CLAIMS = {
         the_device_notices_a_stream_that_does_not_wait,
         auto_selects_the_device,
         random_states_of_the_device_are_saved_and_restored,
+        a_comparison_of_steps_restores_the_random_states_of_the_device,
         the_next_batch_is_copied_before_the_step,
         evaluation_and_prediction_copy_without_waiting_and_read_once,
         every_kind_of_metric_reads_once,
