@@ -328,6 +328,18 @@ def _note_transfers(
         to_device = isinstance(args[0], PretendTensor)
         is_async = len(args) > 2 and args[2] and _log.is_pinned(plain[0])
         _log.note("to_device" if to_device else "to_host", func, waits=not is_async)
+    elif func is _aten._foreach_copy_.default:
+        # As torch does for lists of several devices: one copy after the other.
+        for pair in zip(args[0], args[1], strict=True):
+            own = [it for it in pair if isinstance(it, PretendTensor)]
+            _note_transfers(
+                _aten.copy_.default,
+                (*pair, *args[2:]),
+                {},
+                own,
+                [it for it in pair if not isinstance(it, PretendTensor)],
+                None,
+            )
     elif func not in _COPIES and mine and any(it.dim() for it in plain):
         raise RuntimeError(f"{func}: expected all tensors to be on the same device, found {NAME}:0 and cpu")
 

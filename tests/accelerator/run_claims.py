@@ -19,7 +19,11 @@ from torch.utils.data import Dataset
 from dovetail import Batches, Epochs, Trainer, accelerators
 from dovetail.accelerator_checks import _no_waits
 from dovetail.callbacks import Callback, Timer
+from dovetail.clients import simple
 from dovetail.data import DataLoader, to_device
+from dovetail.federated.config import ClientsConfig
+from dovetail.federated.data.sources import GeneratedData
+from dovetail.servers import fedavg
 from dovetail.tracking import FolderLogger, Tracker
 from dovetail.trainers import AutoBatchTrainer, CompiledTrainer, TimedTrainer, WholePass, seed_everything
 from dovetail.trainers.devices import as_device
@@ -386,6 +390,51 @@ def a_compiled_step_that_cannot_be_compiled_is_trained_eagerly() -> None:
         assert_equal(weights(expected), weights(trainer))
 
 
+def a_federation_waits_for_nothing_in_a_step_and_has_the_bits_of_the_cpu() -> None:
+    expected, metrics, _ = federated("cpu")
+    with PretendDevice() as device:
+        found, found_metrics, steps = federated(NAME, device)
+        events = list(device.events)
+        assert_equal(weights(expected.trainer), weights(found.trainer))
+    assert found_metrics == metrics
+    # Two rounds of two clients, each with two epochs.
+    assert len(steps) == 8
+    assert not [event for marks in steps for event in events[marks[0] : marks[-1]] if event.waits]
+
+
+def federated(place: str, device: PretendDevice | None = None) -> tuple[Any, list[Any], list[list[int]]]:
+    """Return a server after two rounds, its metrics, and how many transfers there were after each step, by epoch."""
+    steps: list[list[int]] = []
+
+    class Marks(Callback):
+        def on_epoch_start(self, context: Any) -> None:
+            steps.append([])
+
+        def on_step_end(self, context: Any, output: Any) -> None:
+            steps[-1].append(len(device.events) if device is not None else 0)
+
+    def samples(client_id: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(8 * (4 + client_id % 10), 6, generator=torch.Generator().manual_seed(client_id))
+        return x, x[:, :3].argmax(dim=1)
+
+    trainer = make_trainer(place, callbacks=[Marks()], batch_size=8, num_epochs=2)
+    server = fedavg.Server(
+        model=lambda: Net(None),
+        datasource=GeneratedData(4, samples, make_test=lambda client_id: samples(client_id + 10)),
+        trainer=trainer,
+        rounds=2,
+        clients=ClientsConfig(total_clients=4, per_round=2, do_test=True),
+    )
+    records = server.run(simple.Client(trainer=trainer))
+    assert not any(record.faults for record in records)
+    return server, [record.metrics for record in records], steps
+
+
+def batches_are_copied_without_blocking_if_memory_can_be_pinned() -> None:
+    with PretendDevice():
+        assert [accelerators.can_pin(name) for name in (NAME, "cpu", "meta", "mps")] == [True, False, False, False]
+
+
 def the_doctor_finds_a_step_that_waits() -> None:
     class Reading(Callback):
         def on_update(self, context: Any) -> None:
@@ -424,6 +473,8 @@ RUN_CLAIMS = {
         layers_run_on_the_device,
         batches_of_every_structure_arrive,
         a_compiled_step_that_cannot_be_compiled_is_trained_eagerly,
+        a_federation_waits_for_nothing_in_a_step_and_has_the_bits_of_the_cpu,
+        batches_are_copied_without_blocking_if_memory_can_be_pinned,
         the_doctor_finds_a_step_that_waits,
     )
 }
