@@ -158,15 +158,22 @@ def judge_overlap(found: Overlap) -> _Answer:
     return "ok" if min(shares.values()) >= 0.5 else "problem", f"{text} passes while kernels run", numbers
 
 
-def _memory(device: torch.device) -> _Answer:
-    """Compare the peak of memory of a step with the plan; in later epochs it must not grow."""
+def _memory(device: torch.device, *, rows: int = 1024) -> _Answer:
+    """Compare the peak of memory of a step with the plan; in later epochs it must not grow.
+
+    A step of the default size needs about 1 GiB. The libraries of a device may take some tens of MiB from the same
+    allocator during a step, which is then less than the accepted difference.
+    """
     if accelerators.peak_memory(device) is None:
         return "note", f"not measured: torch does not count the memory of {device.type}", {}
     generator = torch.Generator().manual_seed(5)
-    batches = [(torch.randn(1024, 256, generator=generator), torch.zeros(1024, dtype=torch.long)) for _ in range(4)]
+    batches = [(torch.randn(rows, 16, generator=generator), torch.zeros(rows, dtype=torch.long)) for _ in range(2)]
 
     def build(place: torch.device | str, **options: Any) -> Trainer:
-        model = nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 16))
+        # Wide between narrow layers: many bytes for few operations.
+        wide = 32 * rows
+        layers = [nn.Linear(16, wide), nn.Tanh(), nn.Tanh(), nn.Linear(wide, 64), nn.Linear(64, 2 * wide)]
+        model = nn.Sequential(*layers, nn.Tanh(), nn.Linear(2 * wide, 4))
         # On every device the same algorithm: its default differs, and with it the memory.
         optimizer = partial(torch.optim.AdamW, lr=1e-3, foreach=True)
         return Trainer(model, place, optimizer=optimizer, verbose=False, print_every=10**6, **options)
@@ -183,7 +190,7 @@ def _memory(device: torch.device) -> _Answer:
     accelerators.peak_memory(device, reset=True)
     before = accelerators.peak_memory(device) or 0
     plan = plan_memory(build("cpu"), batches)
-    build(device, callbacks=[Peaks()]).fit(batches, max_length=Epochs(4))
+    build(device, callbacks=[Peaks()]).fit(batches, max_length=Epochs(3))
     # The next batch is copied ahead.
     planned = plan.peak + plan.kinds["batch"]
     measured = max(peaks) - before
@@ -258,7 +265,9 @@ class _Waits:
     def __exit__(self, *error: object) -> None:
         self._module.set_sync_debug_mode("default")
         self._caught.__exit__(*error)
-        self.messages = [text for it in self._shown if "synchroniz" in (text := str(it.message))]
+        texts = [str(it.message) for it in self._shown]
+        # torch also warns, when the mode is set, that it is a prototype. This is no operation.
+        self.messages = [it for it in texts if "synchroniz" in it and not it.startswith("Synchronization debug mode")]
 
 
 class _Watch(Callback):

@@ -44,6 +44,8 @@ _READS = {
     _aten.unique_dim.default,
     _aten.unique_consecutive.default,
     _aten.repeat_interleave.Tensor,
+    # On cuda it reads the largest number, to find the size of the result.
+    _aten.bincount.default,
 }
 _VALUES = {_aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default}
 _COPIES = {_aten._to_copy.default, _aten.copy_.default}
@@ -75,6 +77,7 @@ class _Log:
         self.num_operations = 0
         self.recorded_streams = 0
         self.warns = False
+        self.reports_waits = True
         # Kept, so that their addresses stay theirs.
         self.pinned: list[Tensor] = []
         # Bytes of the storages that are alive, by their address, and the most so far.
@@ -132,7 +135,12 @@ class _Module:
     current_stream, stream = staticmethod(current_stream), staticmethod(use_stream)
 
     def set_sync_debug_mode(self, mode: str) -> None:
-        _log.warns = mode == "warn"
+        # torch shows it once, or always if the user has asked for all warnings.
+        warnings.warn(
+            "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations",
+            stacklevel=2,
+        )
+        _log.warns = mode == "warn" and _log.reports_waits
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
@@ -203,10 +211,15 @@ class PretendTensor(Tensor):
 
 
 class PretendDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Makes the device usable for new tensors and pinned memory while it is active, and records its transfers."""
+    """Makes the device usable for new tensors and pinned memory while it is active, and records its transfers.
 
-    def __init__(self) -> None:
+    Args:
+        reports_waits: False for a device whose sync debug mode reports nothing.
+    """
+
+    def __init__(self, *, reports_waits: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        _log.reports_waits = reports_waits
         self._streams = ExitStack()
 
     def __enter__(self) -> PretendDevice:
@@ -315,6 +328,18 @@ def _note_transfers(
         to_device = isinstance(args[0], PretendTensor)
         is_async = len(args) > 2 and args[2] and _log.is_pinned(plain[0])
         _log.note("to_device" if to_device else "to_host", func, waits=not is_async)
+    elif func is _aten._foreach_copy_.default:
+        # As torch does for lists of several devices: one copy after the other.
+        for pair in zip(args[0], args[1], strict=True):
+            own = [it for it in pair if isinstance(it, PretendTensor)]
+            _note_transfers(
+                _aten.copy_.default,
+                (*pair, *args[2:]),
+                {},
+                own,
+                [it for it in pair if not isinstance(it, PretendTensor)],
+                None,
+            )
     elif func not in _COPIES and mine and any(it.dim() for it in plain):
         raise RuntimeError(f"{func}: expected all tensors to be on the same device, found {NAME}:0 and cpu")
 

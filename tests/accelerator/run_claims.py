@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
@@ -18,13 +19,18 @@ from torch.utils.data import Dataset
 
 from dovetail import Batches, Epochs, Trainer, accelerators
 from dovetail.accelerator_checks import _no_waits
-from dovetail.callbacks import Callback
+from dovetail.callbacks import Callback, Timer
+from dovetail.clients import simple
 from dovetail.data import DataLoader, to_device
 from dovetail.errors import ConfigError
+from dovetail.federated.config import ClientsConfig
+from dovetail.federated.data.sources import GeneratedData
+from dovetail.servers import fedavg
 from dovetail.tracking import FolderLogger, Tracker
-from dovetail.trainers import AutoBatchTrainer, CompiledTrainer, DDPTrainer, TimedTrainer, seed_everything
+from dovetail.trainers import AutoBatchTrainer, CompiledTrainer, DDPTrainer, TimedTrainer, WholePass, seed_everything
 from dovetail.trainers.devices import as_device
 from dovetail.trainers.randomness import rng_state, set_rng_state
+from dovetail.trainers.whole_step.comparing import remember_randomness
 
 
 def make_trainer(device: str = NAME, model: nn.Module | None = None, **options: Any) -> Trainer:
@@ -149,24 +155,35 @@ def random_states_of_the_device_are_saved_and_restored() -> None:
     assert torch.equal(state["torch"], torch.get_rng_state())
 
 
+def a_comparison_of_steps_restores_the_random_states_of_the_device() -> None:
+    with PretendDevice():
+        restore = remember_randomness([torch.empty(1), torch.empty(1, device=NAME)])
+        drawn = torch.rand(4).tolist(), torch.rand(4, device=NAME).tolist()
+        restore()
+        assert (torch.rand(4).tolist(), torch.rand(4, device=NAME).tolist()) == drawn
+
+
 def the_next_batch_is_copied_before_the_step() -> None:
-    with PretendDevice() as device:
-        counts: list[tuple[int, int]] = []
+    # The second callback has `on_step_start`, but does not change the batch.
+    for callbacks in ([], [Timer(flops=True)]):
+        with PretendDevice() as device:
+            counts: list[tuple[int, int]] = []
 
-        class Marked(Net):
-            def forward(self, x: Tensor) -> Any:
-                copies = sum(event.kind == "to_device" for event in device.events)
-                # Parameters are copied once.
-                counts.append((copies - len(list(self.parameters())), x.size(0)))
-                return super().forward(x)
+            class Marked(Net):
+                def forward(self, x: Tensor) -> Any:
+                    copies = sum(event.kind == "to_device" for event in device.events)
+                    # Parameters are copied once.
+                    counts.append((copies - len(list(self.parameters())), x.size(0)))  # noqa: B023 - of this turn
+                    return super().forward(x)
 
-        model = Marked(None)
-        trainer = make_trainer(model=model, criterion=nn.CrossEntropyLoss())
-        trainer.fit(make_batches(), max_length=Epochs(1))
-        streams = device.recorded_streams
-    # At the start of step n, the batches 1 to n + 1 were copied, two tensors each.
-    assert counts == [(2 * min(number + 2, NUM_BATCHES), 8) for number in range(NUM_BATCHES)]
-    assert streams == 2 * NUM_BATCHES
+            model = Marked(None)
+            trainer = make_trainer(model=model, criterion=nn.CrossEntropyLoss(), callbacks=callbacks)
+            trainer.fit(make_batches(), max_length=Epochs(1))
+            streams = device.recorded_streams
+        # At the start of step n, the batches 1 to n + 1 were copied, two tensors each.
+        assert counts == [(2 * min(number + 2, NUM_BATCHES), 8) for number in range(NUM_BATCHES)]
+        assert streams == 2 * NUM_BATCHES
+        assert all(timer.flops_per_sample > 0 for timer in callbacks)
 
 
 def evaluation_and_prediction_copy_without_waiting_and_read_once() -> None:
@@ -186,6 +203,48 @@ def evaluation_and_prediction_copy_without_waiting_and_read_once() -> None:
         assert not [event for event in device.events[start:] if event.waits]
         assert isinstance(predictions, PretendTensor)
         assert torch.equal(predictions.cpu(), cpu.predict(batches))
+
+
+def every_kind_of_metric_reads_once() -> None:
+    class OwnStep(Trainer):
+        def test_step(self, batch: Any) -> dict[str, Tensor]:
+            outputs = self.model(batch[0])
+            return {"loss": outputs.square().mean(), "output": outputs, "target": batch[1]}
+
+    with_ignored = [(x, y.where(torch.arange(8) > 2, -100)) for x, y in make_batches()]
+    probabilities = [(x, nn.functional.one_hot(y, 3).float()) for x, y in make_batches()]
+    root: Any = WholePass(lambda outputs, targets: outputs.square().mean().sqrt())
+    scores = {"metrics": ["mae", "mse", "rmse", "r2"], "criterion": nn.MSELoss()}
+    labels = {"metrics": ["accuracy", "f1", "mcc"], "criterion": nn.BCEWithLogitsLoss()}
+    cases: list[tuple[type[Trainer], Any, dict[str, Any]]] = [
+        (Trainer, with_ignored, {"metrics": ["accuracy", "f1", "precision", "recall", "mcc"]}),
+        (Trainer, make_batches(), {"metrics": {"root": root}}),
+        (OwnStep, make_batches(), {}),
+        (Trainer, probabilities, {}),
+        (Trainer, probabilities, scores),
+        (Trainer, probabilities, labels),
+    ]
+    with PretendDevice() as device:
+        for kind, batches, options in cases:
+            assert reads_of_a_second_pass(device, kind, batches, options) == 1, options
+        # torchmetrics selects the points of the curve of each class; no batch adds a read.
+        for name, number in (("auroc", 8 + 3 * 3), ("average_precision", 8 + 2 * 3)):
+            for length in (2, NUM_BATCHES):
+                options = {"metrics": [name]}
+                assert reads_of_a_second_pass(device, Trainer, with_ignored[:length], options) == number
+
+
+def reads_of_a_second_pass(device: PretendDevice, kind: type[Trainer], batches: Any, options: dict[str, Any]) -> int:
+    """Return how often the host waits in a second evaluation, after a comparison of its numbers with the CPU's."""
+    models = [Net(None, dropout=0.0), Net(None, dropout=0.0)]
+    settings: dict[str, Any] = {"verbose": False, "print_every": 10**6, **options}
+    expected = kind(models[0], "cpu", **settings).evaluate(batches)
+    trainer = kind(models[1], NAME, **settings)
+    assert trainer.evaluate(batches) == expected
+    device.events.clear()
+    assert trainer.evaluate(batches) == expected
+    assert all(math.isfinite(value) for value in expected.values())
+    return sum(event.waits for event in device.events)
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -354,6 +413,51 @@ def a_compiled_step_that_cannot_be_compiled_is_trained_eagerly() -> None:
         assert_equal(weights(expected), weights(trainer))
 
 
+def a_federation_waits_for_nothing_in_a_step_and_has_the_bits_of_the_cpu() -> None:
+    expected, metrics, _ = federated("cpu")
+    with PretendDevice() as device:
+        found, found_metrics, steps = federated(NAME, device)
+        events = list(device.events)
+        assert_equal(weights(expected.trainer), weights(found.trainer))
+    assert found_metrics == metrics
+    # Two rounds of two clients, each with two epochs.
+    assert len(steps) == 8
+    assert not [event for marks in steps for event in events[marks[0] : marks[-1]] if event.waits]
+
+
+def federated(place: str, device: PretendDevice | None = None) -> tuple[Any, list[Any], list[list[int]]]:
+    """Return a server after two rounds, its metrics, and how many transfers there were after each step, by epoch."""
+    steps: list[list[int]] = []
+
+    class Marks(Callback):
+        def on_epoch_start(self, context: Any) -> None:
+            steps.append([])
+
+        def on_step_end(self, context: Any, output: Any) -> None:
+            steps[-1].append(len(device.events) if device is not None else 0)
+
+    def samples(client_id: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(8 * (4 + client_id % 10), 6, generator=torch.Generator().manual_seed(client_id))
+        return x, x[:, :3].argmax(dim=1)
+
+    trainer = make_trainer(place, callbacks=[Marks()], batch_size=8, num_epochs=2)
+    server = fedavg.Server(
+        model=lambda: Net(None),
+        datasource=GeneratedData(4, samples, make_test=lambda client_id: samples(client_id + 10)),
+        trainer=trainer,
+        rounds=2,
+        clients=ClientsConfig(total_clients=4, per_round=2, do_test=True),
+    )
+    records = server.run(simple.Client(trainer=trainer))
+    assert not any(record.faults for record in records)
+    return server, [record.metrics for record in records], steps
+
+
+def batches_are_copied_without_blocking_if_memory_can_be_pinned() -> None:
+    with PretendDevice():
+        assert [accelerators.can_pin(name) for name in (NAME, "cpu", "meta", "mps")] == [True, False, False, False]
+
+
 def the_doctor_finds_a_step_that_waits() -> None:
     class Reading(Callback):
         def on_update(self, context: Any) -> None:
@@ -362,6 +466,13 @@ def the_doctor_finds_a_step_that_waits() -> None:
     with PretendDevice():
         status, _, numbers = _no_waits(torch.device(NAME, 0), callbacks=[Reading()])
     assert (status, numbers["waits"]) == ("problem", numbers["steps"])
+    # The notice of the mode itself is no wait.
+    with PretendDevice():
+        status, _, numbers = _no_waits(torch.device(NAME, 0))
+    assert (status, numbers["waits"], numbers["messages"]) == ("ok", 0, [])
+    with PretendDevice(reports_waits=False):
+        status, found, _ = _no_waits(torch.device(NAME, 0))
+    assert (status, found) == ("note", "not measured: the sync debug mode does not report a read of a value")
 
 
 RUN_CLAIMS = {
@@ -372,8 +483,10 @@ RUN_CLAIMS = {
         auto_selects_the_device,
         a_process_that_is_shown_one_device_uses_it,
         random_states_of_the_device_are_saved_and_restored,
+        a_comparison_of_steps_restores_the_random_states_of_the_device,
         the_next_batch_is_copied_before_the_step,
         evaluation_and_prediction_copy_without_waiting_and_read_once,
+        every_kind_of_metric_reads_once,
         a_resumed_run_with_workers_is_exact,
         a_run_resumed_from_every_batch_is_exact,
         an_error_of_the_loader_is_raised_at_its_batch,
@@ -384,6 +497,8 @@ RUN_CLAIMS = {
         layers_run_on_the_device,
         batches_of_every_structure_arrive,
         a_compiled_step_that_cannot_be_compiled_is_trained_eagerly,
+        a_federation_waits_for_nothing_in_a_step_and_has_the_bits_of_the_cpu,
+        batches_are_copied_without_blocking_if_memory_can_be_pinned,
         the_doctor_finds_a_step_that_waits,
     )
 }

@@ -36,6 +36,7 @@ _OPERATORS = {
     _aten.unique_dim.default,
     _aten.unique_consecutive.default,
     _aten.repeat_interleave.Tensor,
+    _aten.bincount.default,
 }
 # A copy to the host is no operator if the tensor is there already.
 _METHODS = {Tensor.tolist, Tensor.cpu}

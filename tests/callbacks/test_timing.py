@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from dovetail.callbacks import Callback, MaxTime, Timer
-from dovetail.callbacks.flops import StepFlops
+from dovetail.callbacks.flops import StepFlops, peak_of
 from dovetail.errors import ConfigError
 from dovetail.tracking import FolderLogger, Tracker
 from dovetail.trainers import CompiledTrainer, Trainer
@@ -229,3 +229,24 @@ def test_a_time_of_another_form_is_rejected(make: Callable[..., Any]) -> None:
     for wrong in ("12:00", "a:b:c", 0, -1, float("nan"), {"ours": 2}, True, [1]):
         with pytest.raises(ConfigError, match="max_time: expected a positive number of seconds"):
             make(max_time=wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40", math.nan),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA A10", 125e12),
+        ("NVIDIA RTX A1000", math.nan),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("Tesla T4", 65e12),
+        ("NVIDIA T400", math.nan),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", math.nan),
+    ],
+)
+def test_the_peak_of_a_device_follows_from_whole_words_of_its_name(name: str, peak: float) -> None:
+    assert peak_of(name) == pytest.approx(peak, nan_ok=True)

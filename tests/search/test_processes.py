@@ -194,6 +194,21 @@ def test_each_trial_gets_separate_graphics_cards(tmp_path: Path, until: Until, m
     assert (backend.capacity(1), backend.capacity(2), backend.capacity(8)) == (3, 1, 1)
 
 
+@pytest.mark.parametrize("variable", ["HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"])
+def test_cards_of_amd_and_intel_are_given_by_their_variables(
+    attempt: Attempt, until: Until, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv(variable, "2,3")
+    backend, second = LocalBackend(), Attempt.of(tmp_path / "second", 0)
+    second.folder.parent.mkdir(parents=True)
+    for each in (attempt, second):
+        _start(backend, each, "sh", "-c", f"echo ${variable}")
+    for each in (attempt, second):
+        _end(backend, each, until)
+    assert [(each.trial / "log.txt").read_text() for each in (attempt, second)] == ["2\n", "3\n"]
+
+
 def test_a_trial_whose_file_hides_graphics_cards_gets_none(
     attempt: Attempt, until: Until, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

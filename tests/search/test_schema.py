@@ -13,6 +13,7 @@ import pytest
 from dovetail.checks import ConfigErrors
 from dovetail.config import hyperparameters, parse_config
 from dovetail.errors import ConfigError
+from dovetail.runtime.cores import NO_CARDS
 from dovetail.search import schema
 from dovetail.search.schema import ExperimentConfig, StorageConfig, read_experiment
 from dovetail.search.searchers import make_searcher, searchers
@@ -399,7 +400,7 @@ def test_both_spellings_of_the_command_together_are_rejected() -> None:
 @pytest.mark.parametrize("key", ["slots_per_trial", "slots"])
 def test_zero_slots_mean_one_process_without_graphics_cards(key: str) -> None:
     config = read(f"{{entrypoint: a b, resources: {{{key}: 0}}, searcher: {{name: single, metric: loss}}}}")
-    assert (config.slots, config.environment) == (1, {"CUDA_VISIBLE_DEVICES": ""})
+    assert (config.slots, config.environment) == (1, NO_CARDS)
     one = read(f"{{entrypoint: a b, resources: {{{key}: 1}}, searcher: {{name: single, metric: loss}}}}")
     assert (one.slots, one.environment) == (1, {})
 

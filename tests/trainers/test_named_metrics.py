@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from sklearn import metrics as sk
 from torch import Tensor, nn
 
 from dovetail import Epochs
 from dovetail.callbacks import Callback, EarlyStopping
-from dovetail.errors import ConfigError, UnknownNameError
+from dovetail.errors import ConfigError, DataError, UnknownNameError
 from dovetail.trainers import Trainer
 from dovetail.trainers.named_metrics import METRICS, NamedMetric
 
@@ -99,6 +101,101 @@ def test_targets_that_the_loss_ignores_do_not_count() -> None:
     outputs, targets = torch.eye(3).repeat(4, 1), torch.arange(12) % 3
     targets[:3] = -100
     assert evaluated("accuracy", outputs, targets)["accuracy"] == 1.0
+
+
+TASKS: dict[str, tuple[tuple[int, ...], dict[str, int], Callable[[Tensor], Tensor]]] = {
+    "multiclass": ((7,), {"num_classes": 7}, lambda outputs: outputs.softmax(dim=1)),
+    "sequences": ((7, 4), {"num_classes": 7}, lambda outputs: outputs.softmax(dim=1)),
+    "binary": ((), {}, torch.sigmoid),
+    "multilabel": ((3,), {"num_labels": 3}, torch.sigmoid),
+}
+
+
+# Only classes have a rank.
+PAIRS = [
+    (task, name)
+    for task, (_, arguments, _) in TASKS.items()
+    for name, kind in METRICS.items()
+    if not kind.is_regression and ("num_classes" in arguments or name != "top5_accuracy")
+]
+
+
+@pytest.mark.parametrize(("task", "name"), PAIRS)
+def test_the_counts_of_batches_equal_those_of_torchmetrics(task: str, name: str) -> None:
+    """With targets that are ignored, also all of a batch, and batches of different lengths."""
+    shape, arguments, normalize = TASKS[task]
+    prefix = "Multiclass" if "num_classes" in arguments else task.capitalize()
+    given = {**arguments, **(METRICS[name].arguments or {}), "ignore_index": -100}
+    if prefix == "Binary":
+        given.pop("average", None)
+    elif METRICS[name].averaged:
+        given["average"] = "macro"
+    expected = getattr(torchmetrics.classification, f"{prefix}{METRICS[name].name}")(**given)
+    metric = NamedMetric(name)
+    generator = torch.Generator().manual_seed(4)
+    for length in (60, 5, 1, 6):
+        outputs = torch.randn(length, *shape, generator=generator)
+        size = outputs.argmax(dim=1).shape if prefix == "Multiclass" else outputs.shape
+        targets = torch.randint(7 if prefix == "Multiclass" else 2, size, generator=generator)
+        targets[torch.rand(size, generator=generator) < 0.2] = -100
+        if length == 6:
+            targets.fill_(-100)
+        metric.update(outputs, targets)
+        expected.update(normalize(outputs), targets)
+    assert torch.equal(metric.compute(), expected.compute())
+    # The second pass does not see the first one.
+    metric.reset()
+    expected.reset()
+    outputs = torch.randn(60, *shape, generator=generator)
+    targets = outputs.argmax(dim=1) if prefix == "Multiclass" else (outputs > 0).long()
+    metric.update(outputs, targets)
+    expected.update(normalize(outputs), targets)
+    assert torch.equal(metric.compute(), expected.compute())
+
+
+@pytest.mark.parametrize("name", ["f1", "mcc", "auroc", "r2"])
+def test_processes_have_the_value_of_all_their_batches(name: str) -> None:
+    """The third process has no batch. It knows the classes in the second pass only."""
+    generator = torch.Generator().manual_seed(5)
+    outputs, targets = torch.randn(80, 3, generator=generator), torch.randint(3, (80,), generator=generator)
+    if METRICS[name].is_regression:
+        outputs, targets = outputs[:, 0], outputs[:, 1]
+    whole, *processes = (NamedMetric(name) for _ in range(4))
+    for number_of_pass in range(2):
+        whole.reset()
+        whole.update(outputs, targets)
+        for metric in processes:
+            metric.reset()
+        for number in range(0, 80, 10):
+            processes[number // 10 % 2].update(outputs[number : number + 10], targets[number : number + 10])
+        sent: list[Any] = []
+        for metric in processes:
+            metric.gather(lambda parts: sent.__iadd__(parts) and parts)  # noqa: B023 - the list of this turn
+        assert len(sent) == 2 + number_of_pass
+        for metric in processes:
+            metric.gather(lambda parts: sent)  # noqa: B023 - the list of this turn
+            assert metric.compute() == pytest.approx(whole.compute())
+
+
+@pytest.mark.parametrize(
+    ("name", "outputs", "targets", "message"),
+    [
+        ("f1", torch.randn(4, 3), torch.tensor([0, 1, 3, -1]), "'f1' needs .* from 0 to 2, .*; 2 targets are other"),
+        (
+            "mcc",
+            torch.randn(4, 3),
+            torch.tensor([0, 1, 3, -100]),
+            "'mcc' needs .* from 0 to 2, .*; 1 targets",
+        ),
+        ("f1", torch.randn(4), torch.tensor([0, 1, 2, -100]), "'f1' needs targets that are 0 or 1, .*; 1 targets are"),
+    ],
+)
+def test_targets_that_are_no_classes_raise(name: str, outputs: Tensor, targets: Tensor, message: str) -> None:
+    metric = NamedMetric(name)
+    metric.update(outputs[:2], targets[:2])
+    metric.update(outputs[2:], targets[2:])
+    with pytest.raises(DataError, match=message):
+        metric.compute()
 
 
 def test_every_metric_has_a_value_for_its_task() -> None:

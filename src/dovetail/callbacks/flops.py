@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
@@ -16,10 +17,11 @@ from dovetail.callbacks.base import Callback
 if TYPE_CHECKING:
     from dovetail.trainers.context import TrainingContext
 
-# Dense bfloat16 or float16 operations per second from the data sheets, by a part of the device's name. A longer name
-# comes before its own beginning.
+# Dense bfloat16 or float16 operations per second from the data sheets, by whole words of the device's name. A longer
+# name comes before its own beginning.
 PEAK_FLOPS: Mapping[str, float] = {
     "B200": 2250e12,
+    "GH200": 989e12,
     "H200": 989e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -46,8 +48,21 @@ def peak_flops(device: torch.device) -> float:
     """
     if device.type != "cuda":
         return math.nan
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), math.nan)
+    return peak_of(torch.cuda.get_device_name(device))
+
+
+def peak_of(name: str) -> float:
+    """Return the peak rate of a device by its name; NaN if it is unknown.
+
+    Example:
+        >>> peak_of("NVIDIA L4"), peak_of("NVIDIA L40")
+        (121000000000000.0, nan)
+    """
+    # A variant of a product has its own rate.
+    for part, peak in PEAK_FLOPS.items():
+        if re.search(rf"\b{re.escape(part)}\b(?! (Ti|SUPER|D|Laptop)\b)", name):
+            return peak
+    return math.nan
 
 
 class StepFlops(Callback):
@@ -58,10 +73,12 @@ class StepFlops(Callback):
 
     Attributes:
         per_sample: The FLOPs of the batch divided by its samples; NaN before the batch.
+        changes_batch: False: batches may be copied to the device before `on_step_start`.
     """
 
     def __init__(self) -> None:
         self.per_sample = math.nan
+        self.changes_batch = False
         self._mode: FlopCounterMode | None = None
 
     def on_step_start(self, context: TrainingContext, batch: Any) -> None:

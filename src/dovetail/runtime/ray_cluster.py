@@ -32,7 +32,7 @@ def connect(address: str) -> ModuleType:
             return ray
         options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": "ERROR"}
         if address == "local":
-            options |= {"include_dashboard": False, "num_cpus": len(graphics_cards()) or num_cores()}
+            options |= {"include_dashboard": False, "num_cpus": len(graphics_cards().names) or num_cores()}
         try:
             ray.init(address=address, **options)
         except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:

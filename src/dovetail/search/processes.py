@@ -24,13 +24,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal, Protocol, cast
 
 import psutil
 
 from dovetail.info import ATTEMPT, HPARAMS_READ, PREEMPTED
-from dovetail.runtime.cores import NO_CARDS, graphics_cards, num_cores, threads_per_process
+from dovetail.runtime.cores import NO_CARDS, Cards, graphics_cards, num_cores, threads_per_process
 
 ExitRequest = Literal["pause", "stop", "cancel"]
 """The kind of exit request: `stop` comes from the searcher, the others from the user."""
@@ -185,7 +186,8 @@ class LocalBackend(Backend):
     r"""Runs trials on this machine.
 
     A slot is a graphics card if there are any, else a CPU core. Each trial gets its own cards with
-    `CUDA_VISIBLE_DEVICES`, and a share of the cores with `OMP_NUM_THREADS`, unless the experiment sets these.
+    `CUDA_VISIBLE_DEVICES`, `HIP_VISIBLE_DEVICES` or `ZE_AFFINITY_MASK`, and a share of the cores with
+    `OMP_NUM_THREADS`, unless the experiment sets these.
 
     Args:
         slots: The number of slots; None means to count them.
@@ -203,14 +205,18 @@ class LocalBackend(Backend):
     """
 
     def __init__(self, slots: int | None = None, concurrent: int | None = None) -> None:
-        self._cards = graphics_cards()
-        self._slots = slots or len(self._cards) or num_cores()
+        self._given_slots = slots
         self._concurrent = concurrent
         self._started: dict[Path, subprocess.Popen[bytes]] = {}
         self._cards_of: dict[Path, list[str]] = {}
 
+    @cached_property
+    def _cards(self) -> Cards:
+        # Not at the start: it may take seconds to count them.
+        return graphics_cards()
+
     def capacity(self, slots: int) -> int:
-        return max(1, self._slots // slots)
+        return max(1, (self._given_slots or len(self._cards.names) or num_cores()) // slots)
 
     def start(self, attempt: Attempt, command: Sequence[str], env: Mapping[str, str], cwd: Path, slots: int) -> None:
         attempt.folder.parent.mkdir(parents=True, exist_ok=True)
@@ -219,12 +225,14 @@ class LocalBackend(Backend):
         # In this order: a variable of the user's shell or of the experiment replaces the computed number of threads.
         variables = {"OMP_NUM_THREADS": str(threads), **os.environ, **env, ATTEMPT: str(attempt.folder)}
         # If the experiment sets the variable, keep it: `slots_per_trial: 0` hides all cards.
-        if self._cards and not NO_CARDS.keys() & env.keys():
-            taken = {card for cards in self._cards_of.values() for card in cards}
-            free = [card for card in self._cards if card not in taken]
+        cards = self._cards.names
+        if cards and not {*NO_CARDS, *self._cards.variables} & env.keys():
+            taken = {card for each in self._cards_of.values() for card in each}
+            free = [card for card in cards if card not in taken]
             # If no card is free, share the first ones: an empty variable would hide all cards from the trial.
-            self._cards_of[attempt.folder] = free[:slots] or self._cards[:slots]
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._cards_of[attempt.folder])
+            self._cards_of[attempt.folder] = free[:slots] or cards[:slots]
+            chosen = ",".join(self._cards_of[attempt.folder])
+            variables |= dict.fromkeys(self._cards.variables, chosen)
         # A new session, so that Ctrl-C at the terminal reaches the runner only.
         self._started[attempt.folder] = subprocess.Popen(  # noqa: S603 - the user's own command
             shell_command(attempt, command), cwd=cwd, env=variables, stdin=subprocess.DEVNULL, start_new_session=True
@@ -256,10 +264,10 @@ class LocalBackend(Backend):
                 os.kill(pid, signal.SIGTERM)
 
     def adopt(self, attempt: Attempt) -> bool:
-        if self._cards and (pid := _number(attempt.folder / "pid")) is not None:
+        if self._cards.names and (pid := _number(attempt.folder / "pid")) is not None:
             with suppress(psutil.Error):
                 # The previous runner assigned the cards; without this, the next trial would get the same ones.
-                visible = psutil.Process(pid).environ().get("CUDA_VISIBLE_DEVICES", "")
+                visible = psutil.Process(pid).environ().get(self._cards.variables[0], "")
                 self._cards_of[attempt.folder] = visible.split(",")
         return attempt.has_started
 

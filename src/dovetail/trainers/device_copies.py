@@ -118,9 +118,13 @@ def copier_ahead(trainer: SingleProcessTrainer, stage: Stage) -> DeviceCopier | 
     if not isinstance(move, DeviceCopier) or context.run.trainer is None:
         return None
     # A hook or an override of the user may change a batch before it is copied.
-    changes = stage == "train" and context.callbacks.on_step_start
+    changes = stage == "train" and any(map(_changes_batch, context.callbacks.on_step_start))
     own = [it for verb in ("batches", "to_device") for it in context.run.trainer._customized_by(verb)]
     return None if changes or not all(map(is_ours, own)) else move
+
+
+def _changes_batch(hook: Any) -> bool:
+    return getattr(getattr(hook, "__self__", None), "changes_batch", True)
 
 
 def draws_nothing(loader: Any) -> bool:

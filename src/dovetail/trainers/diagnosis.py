@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from dovetail.data.sources import is_one_shot
 from dovetail.distributed import is_part
 from dovetail.errors import ConfigError, DataError, add_note
 from dovetail.trainers.context import Plan, TrainingContext
-from dovetail.trainers.metrics import Metric, are_classes
+from dovetail.trainers.metrics import Meter, Metric, check_classes
 from dovetail.trainers.named_metrics import Perplexity
 from dovetail.units import Epochs, Progress, Tokens, counted
 
@@ -173,11 +174,18 @@ def check_default_loss(context: TrainingContext, batch: Any, loss: Tensor, predi
     # Any loss of a batch without samples is 0.
     if is_chosen or not context.run.batch.uses_criterion or not context.run.batch.num_samples:
         return
-    _check_fits_cross_entropy(predict(batch) if loss.item() == 0 else None, split_batch(batch)[1])
+    targets = split_batch(batch)[1]
+    flag = _check_fits_cross_entropy(predict(batch) if loss.item() == 0 else None, targets)
+    if flag is not None and not bool(flag):
+        raise _no_probabilities(targets.shape)
 
 
-def _check_fits_cross_entropy(outputs: Any, targets: Any) -> None:
-    """Raise if the form of outputs or targets shows that cross entropy, the default loss, cannot learn from them."""
+def _check_fits_cross_entropy(outputs: Any, targets: Any) -> Tensor | None:
+    """Raise if the form of the outputs shows that cross entropy, the default loss, cannot learn from them.
+
+    Returns:
+        A flag, on the device: False if the targets are numbers that are no probabilities. None without such numbers.
+    """
     # Softmax over one output is always 1, so the loss is 0 and there is no gradient.
     if isinstance(outputs, Tensor) and outputs.ndim > 1 and outputs.shape[1] == 1:
         raise ConfigError(
@@ -186,30 +194,70 @@ def _check_fits_cross_entropy(outputs: Any, targets: Any) -> None:
         )
     if isinstance(targets, Tensor) and targets.is_floating_point() and targets.ndim > 1 and targets.numel():
         sums = targets.sum(dim=1)
-        if bool((targets < 0).any()) or not torch.allclose(sums, torch.ones_like(sums), atol=0.01):
-            raise ConfigError(
-                "criterion: the default, cross entropy, needs class numbers or probabilities that add up to 1 as "
-                f"targets, got other numbers of shape {tuple(targets.shape)}; give criterion='MSELoss', "
-                "'BCEWithLogitsLoss', …"
-            )
+        return (targets >= 0).all() & torch.isclose(sums, torch.ones_like(sums), atol=0.01).all()
+    return None
 
 
-def check_metrics(context: TrainingContext, metrics: dict[str, Metric], output: Mapping[str, Any]) -> None:
-    """Check the metrics with the first output of a pass, and remove default metrics that do not fit."""
+def _no_probabilities(shape: Sequence[int]) -> ConfigError:
+    return ConfigError(
+        "criterion: the default, cross entropy, needs class numbers or probabilities that add up to 1 as "
+        f"targets, got other numbers of shape {tuple(shape)}; give criterion='MSELoss', 'BCEWithLogitsLoss', …"
+    )
+
+
+@dataclass
+class FirstBatch:
+    """Checks of the values in the first batch of a pass, which are read with its results.
+
+    Attributes:
+        flags: The results of the checks, by name; 0 means that a check failed.
+        shape: The shape of the targets.
+    """
+
+    flags: Meter
+    shape: Sequence[int] = ()
+
+
+def check_metrics(
+    context: TrainingContext, metrics: dict[str, Metric], output: Mapping[str, Any], first: FirstBatch
+) -> None:
+    """Check the metrics with the first output of a pass, and remove default metrics whose shapes do not fit.
+
+    Checks of values are added to `first`.
+    """
     outputs, targets = output.get("output"), output.get("target")
     uses_criterion = context.run.batch.uses_criterion
     if uses_criterion and context.run.loss_is_default and not context.config.get(_LOSS_KEY):
-        _check_fits_cross_entropy(outputs, targets)
+        flag = _check_fits_cross_entropy(outputs, targets)
+        if flag is not None and targets is not None:
+            first.flags.add({"probabilities": flag}, 1)
+            first.shape = targets.shape
     if not context.run.metrics_are_default:
         return
     # The loss of a user's `test_step` is unknown: only outputs and targets show whether it is a classification.
-    fits = output.keys() >= _OUTPUTS and (uses_criterion or are_classes(outputs, targets))
+    fits = output.keys() >= _OUTPUTS
+    if fits and not uses_criterion:
+        flag = check_classes(outputs, targets)
+        fits = flag is not None
+        first.flags.add({} if flag is None else {"classes": flag}, 1)
     # The scores of tokens have the classes in their last dimension, where the accuracy does not look for them.
     fits = fits and not ("num_items" in output and isinstance(outputs, Tensor) and outputs.ndim > 2)
     for name in list(metrics):
         # A number that `test_step` returns under the same name takes precedence.
         if not fits or name in output:
             del metrics[name]
+
+
+def judge_first_batch(metrics: dict[str, Metric], first: FirstBatch) -> None:
+    """Remove default metrics if the first batch of a pass had no classes; the flags are on the host.
+
+    Raises:
+        ConfigError: Cross entropy, which the user did not choose, had targets that are no probabilities.
+    """
+    if first.flags.sums.get("probabilities") == 0:
+        raise _no_probabilities(first.shape)
+    if first.flags.sums.get("classes") == 0:
+        metrics.clear()
 
 
 def update_metric(metric: Any, output: Mapping[str, Any]) -> None:

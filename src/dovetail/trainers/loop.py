@@ -24,6 +24,7 @@ from dovetail.runtime.signals import stop_on_signals
 from dovetail.trainers import saving
 from dovetail.trainers.context import Plan, Stage, TrainingContext, clear_gradients
 from dovetail.trainers.diagnosis import (
+    FirstBatch,
     as_output,
     check_default_loss,
     check_metrics,
@@ -32,6 +33,7 @@ from dovetail.trainers.diagnosis import (
     check_repeatable,
     check_tokens,
     explain_backward,
+    judge_first_batch,
     update_metric,
     warn_of_no_data,
 )
@@ -41,6 +43,7 @@ from dovetail.trainers.metrics import (
     WholePass,
     compute_metrics,
     include_means,
+    read_together,
 )
 from dovetail.trainers.named_metrics import NamedMetric
 from dovetail.trainers.run_scope import evaluating, lend_data, reading_set, running, set_data
@@ -440,7 +443,7 @@ def _evaluate_pass(trainer: Trainer, stage: Stage) -> dict[str, float]:
 def _evaluate_set(trainer: Trainer, stage: Stage) -> dict[str, float]:
     """Run one pass over the data of a stage without training, and return its mean metrics by name."""
     context = trainer.context
-    meter = Meter()
+    meter, first = Meter(), FirstBatch(Meter())
     num_batches = 0
     with evaluating(context, stage):
         to_device, batch_length = trainer.to_device, trainer.batch_length
@@ -454,7 +457,7 @@ def _evaluate_set(trainer: Trainer, stage: Stage) -> dict[str, float]:
             output = as_output(test_step(batch))
             meter.add(output, batch_length(batch))
             if num_batches == 0:
-                check_metrics(context, metrics, output)
+                check_metrics(context, metrics, output, first)
             for metric in metrics.values():
                 update_metric(metric, output)
             for on_test_step_end in context.callbacks.on_test_step_end:
@@ -463,6 +466,8 @@ def _evaluate_set(trainer: Trainer, stage: Stage) -> dict[str, float]:
             # Otherwise a long pass would collect the losses of all of its batches on the device.
             if num_batches % 256 == 0:
                 meter.flush()
+        read_together(metrics, [meter, first.flags])
+        judge_first_batch(metrics, first)
         # Before `reduce`, which sums the meter over the processes.
         include_means(metrics, meter)
         means = trainer.reduce(meter).compute()

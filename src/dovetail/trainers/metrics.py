@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from dovetail.accelerators import to_host, widest_float
 from dovetail.data import batch_length, concat
-from dovetail.data.batches import map_tensors, slice_batch
+from dovetail.data.batches import slice_batch
 from dovetail.errors import ConfigError, DataError
+from dovetail.trainers.host_copies import HostCopies
 from dovetail.trainers.named_metrics import NamedMetric, Perplexity, metric_by_name
 
 __all__ = [
@@ -26,11 +27,12 @@ __all__ = [
     "Metric",
     "WholePass",
     "accuracy",
-    "are_classes",
     "as_metrics",
+    "check_classes",
     "compute_metrics",
     "include_means",
     "prepare_metrics",
+    "read_together",
     "validation_names",
 ]
 
@@ -67,22 +69,22 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
     return right.to(widest_float(right.device.type)).mean()
 
 
-def are_classes(outputs: Any, targets: Any) -> bool:
-    """Return whether outputs are scores of exclusive classes and targets are the numbers of classes.
+def check_classes(outputs: Any, targets: Any) -> Tensor | None:
+    """Return a flag, on the device: True if targets are class numbers for the scores; None if the shapes forbid it.
 
     Example:
-        >>> are_classes(torch.randn(4, 3), torch.tensor([0, 2, 1, 0]))
-        True
+        >>> check_classes(torch.randn(4, 3), torch.tensor([0, 2, 1, 0]))
+        tensor(True)
     """
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or outputs.ndim < 2 or outputs.shape[1] < 2:
-        return False
+        return None
     if targets.dtype == torch.bool or targets.is_floating_point() or targets.is_complex():
-        return False
+        return None
     if targets.shape != outputs.shape[:1] + outputs.shape[2:]:
-        return False
+        return None
     # Cross entropy ignores targets of -100 by default.
     known = (targets == -100) | ((targets >= 0) & (targets < outputs.shape[1]))
-    return bool(known.all())
+    return known.all()
 
 
 class Meter:
@@ -334,26 +336,28 @@ class WholePass:
         if not callable(function):
             raise ConfigError(f"WholePass: expected a function of outputs and targets, got {function!r}")
         self.function = function
-        self._parts: list[Any] = []
+        self._copies = HostCopies()
+        self._gathered: list[Any] | None = None
 
     def update(self, outputs: Any, targets: Any) -> None:
         """Store one batch."""
-        self._parts.append(map_tensors(_on_host, (outputs, targets)))
+        self._copies.add((outputs, targets))
 
     def gather(self, gather: Callable[[list[Any]], list[Any]]) -> None:
         """Add the batches of the other processes, with the trainer's `gather`."""
-        self._parts = gather(self._parts)
+        self._gathered = gather(self._copies.values())
 
     def compute(self) -> Any:
         """Return the function of all stored batches; NaN without data."""
-        if not self._parts:
+        parts = self._copies.values() if self._gathered is None else self._gathered
+        if not parts:
             return math.nan
-        outputs, targets = (concat(column) for column in zip(*self._parts, strict=True))
+        outputs, targets = (concat(column) for column in zip(*parts, strict=True))
         return self.function(outputs, targets)
 
     def reset(self) -> None:
         """Forget every batch."""
-        self._parts = []
+        self._copies, self._gathered = HostCopies(), None
 
 
 def _as_metric(metric: Any) -> Metric:
@@ -435,10 +439,6 @@ def _tolerance(*values: Any) -> float:
     return 0.02 if is_coarse else 1e-4
 
 
-def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu()
-
-
 def _name(metric: Any) -> str:
     if isinstance(metric, str):
         return metric
@@ -453,9 +453,19 @@ def _twice(name: str) -> ConfigError:
     return ConfigError(f"metrics: two numbers are called {name!r}; give metrics by name, {{'one': …, 'other': …}}")
 
 
+def read_together(metrics: Mapping[str, Metric], meters: Iterable[Meter]) -> None:
+    """Copy the pending values of meters and metrics to the host, with one read of the device.
+
+    The copies of the other metrics to the host start before it, so that they have arrived after it.
+    """
+    for metric in metrics.values():
+        if isinstance(metric, NamedMetric):
+            metric.start_copy()
+    _flush_together([*meters, *(metric.meter for metric in metrics.values() if isinstance(metric, MeanOf))])
+
+
 def include_means(metrics: Mapping[str, Metric], meter: Meter) -> None:
     """Add the metrics that are means of functions to a meter, whose sums add up over processes."""
-    _flush_together([meter, *(metric.meter for metric in metrics.values() if isinstance(metric, MeanOf))])
     for name, metric in metrics.items():
         if isinstance(metric, MeanOf):
             if name in meter.sums:

@@ -7,17 +7,28 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dovetail.data.batches import map_tensors
-from dovetail.errors import ConfigError, UnknownNameError
+from dovetail.errors import ConfigError, DataError, UnknownNameError
 from dovetail.extras import require
-
-# Cross entropy ignores these targets, so the metrics do, too.
-_IGNORED = -100
+from dovetail.trainers.host_copies import HostCopies
+from dovetail.trainers.metric_states import (
+    IGNORED,
+    Counts,
+    Curve,
+    MetricSums,
+    SummedState,
+    count_class_pairs,
+    count_classes,
+    count_label_pairs,
+    count_labels,
+    count_right,
+)
 
 
 @dataclass(frozen=True)
@@ -30,12 +41,16 @@ class _Kind:
         arguments: Arguments of every task.
         averaged: True if a metric of several classes takes `average="macro"`.
         is_regression: True if the metric compares numbers, not classes.
+        is_curve: True if the metric ranks all samples, so that their scores are kept until the end.
+        has_pairs: True if the metric needs how often a class was predicted for each other class.
     """
 
     name: str
     arguments: Mapping[str, Any] | None = None
     averaged: bool = False
     is_regression: bool = False
+    is_curve: bool = False
+    has_pairs: bool = False
 
 
 METRICS: Mapping[str, _Kind] = {
@@ -43,9 +58,9 @@ METRICS: Mapping[str, _Kind] = {
     "f1": _Kind("F1Score", averaged=True),
     "precision": _Kind("Precision", averaged=True),
     "recall": _Kind("Recall", averaged=True),
-    "auroc": _Kind("AUROC", averaged=True),
-    "average_precision": _Kind("AveragePrecision", averaged=True),
-    "mcc": _Kind("MatthewsCorrCoef"),
+    "auroc": _Kind("AUROC", averaged=True, is_curve=True),
+    "average_precision": _Kind("AveragePrecision", averaged=True, is_curve=True),
+    "mcc": _Kind("MatthewsCorrCoef", has_pairs=True),
     "top5_accuracy": _Kind("Accuracy", {"average": "micro", "top_k": 5}),
     "mae": _Kind("MeanAbsoluteError", is_regression=True),
     "mse": _Kind("MeanSquaredError", is_regression=True),
@@ -76,6 +91,9 @@ class NamedMetric:
     Scores are logits, as the losses of torch expect them, except after `BCELoss`. Metrics of several classes are macro
     means, except `accuracy` and `top5_accuracy`. Targets of -100 are ignored.
 
+    Batches are counted on their device without a read, and torchmetrics computes the value from these sums on the host.
+    Only metrics that rank all samples are computed on the device.
+
     Args:
         name: A name in the table of the guide, such as `f1`.
 
@@ -97,6 +115,9 @@ class NamedMetric:
         self._kind = METRICS[name]
         self._shape: list[int] | None = None
         self._metric: Any = None
+        self._state: SummedState | Curve | None = None
+        self._copies: HostCopies | None = None
+        self._has_value = False
         self._device = torch.device("cpu")
 
     def update(self, outputs: Any, targets: Any) -> None:
@@ -122,25 +143,37 @@ class NamedMetric:
         elif task in (_BINARY, _MULTILABEL):
             outputs = outputs if self.are_probabilities else outputs.sigmoid()
             targets = targets.long()
-        self._metric.update(outputs, targets)
+        assert self._state is not None
+        self._state.update(outputs, targets)
+
+    def start_copy(self) -> None:
+        """Start the copy of the sums to the host. A read of the device that follows also waits for them."""
+        if self._state is not None and not isinstance(self._state, Curve):
+            self._copies = HostCopies()
+            self._copies.add(self._state.sums())
 
     def gather(self, gather: Callable[[list[Any]], list[Any]]) -> None:
         """Add the batches of the other processes, with the trainer's `gather`."""
         # torchmetrics' own exchange fails if a process had no batch, because that process does not know the classes.
-        own = [] if self._metric is None else [{"shape": self._shape, "state": self._metric.metric_state}]
+        own = [] if self._metric is None else [{"shape": self._shape, "state": self._own_state()}]
         parts = gather(own)
-        if len(parts) == len(own):
-            return
-        if self._metric is None:
+        if not own and parts:
             self._build(parts[0]["shape"], self._device)
-        self._metric.reset()
-        for part in parts:
-            self._metric.merge_state(map_tensors(lambda tensor: tensor.to(self._device), part["state"]))
+        if len(parts) > len(own):
+            self._merge([part["state"] for part in parts])
 
     def compute(self) -> Any:
-        """Return the value over all batches since `reset`; NaN without data."""
+        """Return the value over all batches since `reset`; NaN without data.
+
+        Raises:
+            DataError: A target is no class.
+        """
         if self._metric is None:
             return math.nan
+        if not self._has_value:
+            own = self._own_state()
+            if not isinstance(self._state, Curve):
+                self._merge([own])
         with warnings.catch_warnings():
             # The batches may all come from other processes.
             warnings.filterwarnings("ignore", message=".*was called before the ``update`` method", category=UserWarning)
@@ -148,8 +181,40 @@ class NamedMetric:
 
     def reset(self) -> None:
         """Forget every batch."""
+        self._copies, self._has_value = None, False
         if self._metric is not None:
             self._metric.reset()
+        if self._state is not None:
+            self._state.reset()
+
+    def _own_state(self) -> Any:
+        """Return the state of torchmetrics from the batches of this process: sums on the host, or scores."""
+        if isinstance(self._state, Curve):
+            self._state.finish()
+            # Copies of the lists, because `reset` of the metric clears them.
+            return {name: list(it) if isinstance(it, list) else it for name, it in self._metric.metric_state.items()}
+        if self._copies is None:
+            self.start_copy()
+        assert self._copies is not None
+        return self._copies.values()[0]
+
+    def _merge(self, states: list[Any]) -> None:
+        """Make these states the state of the metric."""
+        self._has_value = True
+        place = self._device if isinstance(self._state, Curve) else torch.device("cpu")
+        self._metric.reset()
+        invalid = 0
+        for state in filter(None, states):
+            invalid += int(state.get("invalid", 0))
+            self._metric.merge_state(map_tensors(lambda tensor: tensor.to(place), state))
+        if invalid:
+            assert self._shape is not None
+            task, number = self._shape
+            known = f"class numbers from 0 to {number - 1}" if task == _MULTICLASS else "0 or 1"
+            raise DataError(
+                f"metrics: {self.__name__!r} needs targets that are {known}, or {IGNORED} to be ignored; {invalid} "
+                "targets are other numbers"
+            )
 
     def prepare(self, criterion: Any, device: torch.device) -> None:
         """Set the device, and derive from the loss whether outputs are probabilities."""
@@ -163,7 +228,7 @@ class NamedMetric:
                 return [_REGRESSION, 1]
         elif outputs.ndim == targets.ndim + 1 and not targets.is_floating_point():
             return [_MULTICLASS, outputs.shape[1]]
-        elif outputs.shape == targets.shape and bool(((targets == 0) | (targets == 1) | (targets == _IGNORED)).all()):
+        elif outputs.shape == targets.shape and bool(((targets == 0) | (targets == 1) | (targets == IGNORED)).all()):
             return [_BINARY, 1] if outputs.ndim == 1 else [_MULTILABEL, outputs.shape[1]]
         accepted = (
             "outputs and targets of one shape"
@@ -190,9 +255,26 @@ class NamedMetric:
             if task != _BINARY:
                 arguments["num_classes" if task == _MULTICLASS else "num_labels"] = number
             module = require("torchmetrics.classification", "metrics")
-            metric = getattr(module, f"{_PREFIXES[task]}{kind.name}")(ignore_index=_IGNORED, **arguments)
+            metric = getattr(module, f"{_PREFIXES[task]}{kind.name}")(ignore_index=IGNORED, **arguments)
         metric.sync_on_compute = False
-        self._shape, self._metric = shape, metric.to(device)
+        self._shape, self._metric = shape, metric
+        if kind.is_curve:
+            self._state = Curve(metric.to(device))
+        elif task == _REGRESSION:
+            self._state = MetricSums(metric.clone().to(device))
+        else:
+            self._state = Counts(_count_for(kind, task, arguments.get("top_k", 1)))
+
+
+def _count_for(kind: _Kind, task: int, top_k: int) -> Callable[[Tensor, Tensor], dict[str, Tensor]]:
+    """Return the function that counts the batches of a classification as its metric of torchmetrics does."""
+    if task != _MULTICLASS:
+        return count_label_pairs if kind.has_pairs else count_labels
+    if kind.has_pairs:
+        return count_class_pairs
+    if kind.averaged or top_k > 1:
+        return partial(count_classes, top_k=top_k)
+    return count_right
 
 
 class Perplexity:

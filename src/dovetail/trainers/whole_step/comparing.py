@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dovetail import accelerators
 from dovetail.trainers.whole_step.graph import Graph, Outputs
 from dovetail.trainers.whole_step.limits import CannotCompileError, first_line
 
@@ -43,12 +44,12 @@ def run_and_compare(
     if tolerance > SHARP and graph.plain is None and describe is not None and graph.described != describe():
         raise CannotCompileError("a setting of the model, its loss or the configuration has changed")
     # Python's and numpy's generators are not needed: a step that uses them cannot be compiled.
-    randomness, written = _torch_generators(), graph.written()
+    written = graph.written()
+    restore_randomness = remember_randomness([*written, *leaves])
     before = [value.detach().clone() for value in written]
 
     def restore(*, weights: bool = True) -> None:
-        for generator, state in randomness:
-            generator.set_state(state)
+        restore_randomness()
         if weights:
             with torch.no_grad():
                 torch._foreach_copy_(written, before)
@@ -76,11 +77,19 @@ def run_and_compare(
     raise CannotCompileError(cause)
 
 
-def _torch_generators() -> list[tuple[torch.Generator, Tensor]]:
-    """Return torch's generators of all devices in use, with their states."""
-    # There are none of CUDA before its first use. Only the types that Inductor compiles for have a tuple of them.
-    generators = (torch.default_generator, *torch.cuda.default_generators, *torch.xpu.default_generators)
-    return [(generator, generator.get_state()) for generator in generators]
+def remember_randomness(tensors: Iterable[Tensor]) -> Callable[[], None]:
+    """Return a function that restores the present states of torch's generators for the devices of some tensors."""
+    host = torch.get_rng_state()
+    # A step on the CPU must not start the accelerator.
+    uses_accelerator = any(it.device.type != "cpu" for it in tensors)
+    found = accelerators.random_states() if uses_accelerator else None
+
+    def restore() -> None:
+        torch.set_rng_state(host)
+        if found is not None:
+            accelerators.set_random_states(*found)
+
+    return restore
 
 
 def _agree(outputs: Outputs, expected: Mapping[str, Any], fixed: Mapping[str, Any], tolerance: float) -> bool:
