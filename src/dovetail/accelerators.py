@@ -96,8 +96,24 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
     is_on_host = tensor.device.type == "cpu" and device.type != "cpu"
     if not is_on_host or tensor.layout is not torch.strided or tensor.requires_grad or not can_pin(device.type):
         return tensor.to(device)
+    if not _is_dense(tensor):
+        # `pin_memory` keeps the strides, which fails for an expanded tensor. A copy of a tensor with gaps blocks: CUDA
+        # collects the numbers in memory that is not pinned.
+        tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
     pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
     return pinned.to(device, non_blocking=True)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether a tensor fills one range of memory in any order of its dimensions, each number once."""
+    if tensor.is_contiguous():
+        return True
+    filled = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != filled:
+            return False
+        filled *= size
+    return True
 
 
 def to_host(values: list[Tensor | float]) -> list[float]:

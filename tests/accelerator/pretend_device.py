@@ -101,7 +101,8 @@ class _Log:
 
     def is_pinned(self, tensor: Tensor) -> bool:
         address = tensor.data_ptr()
-        return any(it.data_ptr() <= address < it.data_ptr() + max(it.nbytes, 1) for it in self.pinned)
+        blocks = ((it.data_ptr(), it.untyped_storage().nbytes()) for it in self.pinned)
+        return any(start <= address < start + max(size, 1) for start, size in blocks)
 
 
 _log = _Log()
@@ -252,6 +253,8 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     target = torch.device(kwargs["device"]).type if kwargs.get("device") is not None else None
     if not mine and target != NAME:
         return _on_host(func, args, kwargs)
+    if mine and func is _aten._pin_memory.default:
+        raise RuntimeError(f"cannot pin a tensor of {NAME}: only dense tensors of the CPU can be pinned")
     if func is _aten.record_stream.default:
         _log.recorded_streams += 1
         mine[0].origin.users.add(args[1].stream_id)
@@ -286,13 +289,25 @@ def _on_host(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if func is _aten.is_pinned.default:
         return _log.is_pinned(args[0])
     if func is _aten._pin_memory.default:
-        _log.pinned.append(args[0].clone())
+        _log.pinned.append(_copied_with_strides(args[0]))
         return _log.pinned[-1]
     wants_pinned = kwargs.pop("pin_memory", False)
     out = func(*args, **kwargs)
     if wants_pinned:
         _log.pinned.append(out)
     return out
+
+
+def _copied_with_strides(tensor: Tensor) -> Tensor:
+    """Return a copy as ATen pins it: with the same sizes and strides, so the copy of an expanded tensor raises."""
+    size = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    storage = torch.empty(size if tensor.numel() else 0, dtype=tensor.dtype)
+    return storage.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
+
+
+def _copies_at_once(tensor: Tensor) -> bool:
+    """Return whether a tensor is pinned and has no gaps. CUDA copies a tensor with gaps through pageable memory."""
+    return _log.is_pinned(tensor) and bool(_aten.is_non_overlapping_and_dense.default(tensor))
 
 
 def _keep_pinned(kwargs: dict[str, Any], out: Any) -> None:
@@ -309,11 +324,11 @@ def _note_transfers(
     elif func is _aten._to_copy.default and mine and target == "cpu":
         _log.note("to_host", func, waits=not kwargs.get("non_blocking"))
     elif func is _aten._to_copy.default and plain:
-        is_async = kwargs.get("non_blocking") and _log.is_pinned(plain[0])
+        is_async = kwargs.get("non_blocking") and _copies_at_once(plain[0])
         _log.note("to_device", func, waits=not is_async)
     elif func is _aten.copy_.default and mine and plain:
         to_device = isinstance(args[0], PretendTensor)
-        is_async = len(args) > 2 and args[2] and _log.is_pinned(plain[0])
+        is_async = len(args) > 2 and args[2] and _copies_at_once(plain[0])
         _log.note("to_device" if to_device else "to_host", func, waits=not is_async)
     elif func not in _COPIES and mine and any(it.dim() for it in plain):
         raise RuntimeError(f"{func}: expected all tensors to be on the same device, found {NAME}:0 and cpu")

@@ -1,0 +1,91 @@
+"""Claims about the copies of batches of any layout, class and place to the pretend device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pretend_device import NAME, PretendDevice
+from run_claims import assert_equal, make_trainer, weights
+
+from dovetail import Epochs
+from dovetail.accelerators import send
+
+DEVICE = torch.device(NAME, 0)
+
+
+def waits(device: PretendDevice) -> list[str]:
+    return [event.cause for event in device.events if event.waits]
+
+
+def the_device_pins_and_copies_as_torch_does() -> None:
+    with PretendDevice() as device:
+        with pytest.raises(RuntimeError, match="single memory location"):
+            torch.ones(1).expand(4).pin_memory()
+        pinned = torch.randn(8, 10).pin_memory()
+        assert pinned[:, :3].is_pinned()
+        assert torch.randn(8, 10)[:, :3].pin_memory().stride() == (10, 1)
+        # CUDA copies only whole ranges of pinned memory without waiting.
+        for has_gaps, source in ((False, pinned), (False, pinned.t()), (True, pinned[:, :3]), (True, pinned[::2])):
+            device.events.clear()
+            source.to(NAME, non_blocking=True)
+            torch.empty(source.shape, device=NAME).copy_(source, non_blocking=True)
+            assert [event.waits for event in device.events] == [has_gaps, has_gaps], source.stride()
+        with pytest.raises(RuntimeError, match="cannot pin"):
+            pinned.to(NAME).pin_memory()
+
+
+def tensors_of_every_layout_are_copied_without_waiting() -> None:
+    images = torch.randn(4, 2, 6, 6)
+    with PretendDevice() as device:
+        tensors = {
+            "expanded": torch.ones(1).expand(4),
+            "expanded mask": torch.ones(1, 5, dtype=torch.bool).expand(8, 5),
+            "expanded rows": torch.randn(1, 3).expand(4, 3),
+            "columns": torch.randn(8, 10)[:, :3],
+            "every second": torch.randn(8)[::2],
+            "columns of pinned memory": torch.randn(8, 10).pin_memory()[:, :3],
+            "transposed": torch.randn(4, 3).t(),
+            "channels last": images.to(memory_format=torch.channels_last),
+            "every second row of channels last": images.to(memory_format=torch.channels_last)[:, :, ::2],
+            "no rows": torch.randn(4, 3)[:0, :2],
+            "a number": torch.tensor(3),
+            "no gaps": torch.randn(4, 3),
+        }
+        for name, tensor in tensors.items():
+            expected = tensor.clone()
+            moved = send(tensor, DEVICE)
+            assert not waits(device), name
+            assert torch.equal(moved.cpu(), expected), name
+            # The layout that a blocking copy has.
+            assert moved.stride() == tensor.to(NAME).stride(), name
+            device.events.clear()
+
+
+def a_run_with_expanded_and_strided_batches_waits_for_nothing() -> None:
+    wide = torch.randn(24, 12, generator=torch.Generator().manual_seed(1))
+    label = torch.ones(1, dtype=torch.long)
+    batches = [(part[:, ::2], label.expand(len(part))) for part in wide.split(8)]  # type: ignore[no-untyped-call]
+    expected = make_trainer("cpu")
+    expected.fit(batches, max_length=Epochs(1))
+    with PretendDevice() as device:
+        trainer = make_trainer()
+        trainer.fit(batches, max_length=Epochs(1))
+        assert_equal(weights(expected), weights(trainer))
+        device.events.clear()
+        predictions = trainer.predict([batch[0] for batch in batches])
+        assert waits(device) == []
+        assert torch.equal(predictions.cpu(), expected.predict([batch[0] for batch in batches]))
+        device.events.clear()
+        trainer.evaluate(batches)
+        # One read for all numbers of a validation.
+        assert waits(device) == ["tolist"]
+
+
+COPY_CLAIMS = {
+    claim.__name__.replace("_", " "): claim
+    for claim in (
+        the_device_pins_and_copies_as_torch_does,
+        tensors_of_every_layout_are_copied_without_waiting,
+        a_run_with_expanded_and_strided_batches_waits_for_nothing,
+    )
+}
