@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 from pretend_device import NAME, PretendDevice
 from run_claims import assert_equal, make_trainer, weights
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from dovetail import Epochs
 from dovetail.accelerators import send
@@ -81,11 +86,55 @@ def a_run_with_expanded_and_strided_batches_waits_for_nothing() -> None:
         assert waits(device) == ["tolist"]
 
 
+class Conv(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Conv2d(2, 3, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        assert x.is_contiguous(memory_format=torch.channels_last)
+        return self.layer(x).mean((2, 3))
+
+
+class Images:
+    """Batches that are computed on a device, or on the device and the host."""
+
+    def __init__(self, device: str, device_of_labels: str) -> None:
+        self.devices = device, device_of_labels
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(3)
+        for _ in range(len(self)):
+            images = torch.randn(8, 2, 4, 4, generator=generator).to(self.devices[0])
+            labels = torch.randint(3, (8,), generator=generator).to(self.devices[1])
+            yield images * 2 + 1, labels
+
+
+def images_on_the_device_become_channels_last_after_they_are_computed() -> None:
+    options: dict[str, Any] = {"memory_format": "channels_last", "criterion": nn.CrossEntropyLoss()}
+    columns = [torch.cat(column) for column in zip(*Images("cpu", "cpu"), strict=True)]
+    for device_of_labels in (NAME, "cpu"):
+        expected = make_trainer("cpu", Conv(), **options)
+        expected.fit(Images("cpu", "cpu"), max_length=Epochs(1))
+        with PretendDevice():
+            generated, loaded = make_trainer(model=Conv(), **options), make_trainer(model=Conv(), **options)
+            generated.fit(Images(NAME, device_of_labels), max_length=Epochs(1))
+            dataset = TensorDataset(columns[0].to(NAME), columns[1].to(device_of_labels))
+            loaded.fit(DataLoader(dataset, 8), max_length=Epochs(1))
+            assert_equal(weights(expected), weights(generated))
+            assert_equal(weights(expected), weights(loaded))
+
+
 COPY_CLAIMS = {
     claim.__name__.replace("_", " "): claim
     for claim in (
         the_device_pins_and_copies_as_torch_does,
         tensors_of_every_layout_are_copied_without_waiting,
         a_run_with_expanded_and_strided_batches_waits_for_nothing,
+        images_on_the_device_become_channels_last_after_they_are_computed,
     )
 }

@@ -90,7 +90,7 @@ class DeviceCopier:
         return batch_mover, self._settings
 
     def _copy(self, batch: Any) -> _Copy:
-        stream = self._stream if all(map(_is_plain, _leaves(batch))) else None
+        stream = self._stream if all(map(_may_use_side_stream, _leaves(batch))) else None
         if stream is None:
             return _Copy(batch, self._moved(batch), None)
         with stream:
@@ -166,10 +166,11 @@ def _leaves(batch: Any) -> Iterator[Any]:
     return iter(found)
 
 
-def _is_plain(leaf: Any) -> bool:
-    """Return whether a leaf is no tensor, or one whose memory a stream can record."""
+def _may_use_side_stream(leaf: Any) -> bool:
+    """Return whether a leaf is no tensor, or one of the host whose copy a stream can record."""
     if isinstance(leaf, Tensor):
-        return leaf.layout is torch.strided and not leaf.is_nested
+        # The stream that computes a tensor of a device may not have finished when the side stream reads it.
+        return leaf.device.type == "cpu" and leaf.layout is torch.strided and not leaf.is_nested
     return not isinstance(leaf, PackedSequence)
 
 
