@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pretend_device import NAME, PretendDevice
 from run_claims import assert_equal, make_trainer, weights
+from styles import Net, make_batches, make_optimizer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dovetail import Epochs
+from dovetail import Epochs, Trainer, pytorch
 from dovetail.accelerators import send
+from dovetail.data import to_device
 
 DEVICE = torch.device(NAME, 0)
 
@@ -129,6 +132,81 @@ def images_on_the_device_become_channels_last_after_they_are_computed() -> None:
             assert_equal(weights(expected), weights(loaded))
 
 
+class Graph:
+    """A batch of its own class, which is moved as a new object."""
+
+    def __init__(self, nodes: Tensor, labels: Tensor) -> None:
+        self.nodes, self.labels = nodes, labels
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Any:
+        moved = (it.to(device, non_blocking=non_blocking) for it in (self.nodes, self.labels))
+        return type(self)(*moved)
+
+    def pin_memory(self) -> Any:
+        return type(self)(self.nodes.pin_memory(), self.labels.pin_memory())
+
+
+class GraphInPlace(Graph):
+    """A batch that is pinned and moved in place, as the graphs of torch_geometric."""
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Any:
+        self.nodes, self.labels = (it.to(device, non_blocking=non_blocking) for it in (self.nodes, self.labels))
+        return self
+
+    def pin_memory(self) -> Any:
+        self.nodes, self.labels = self.nodes.pin_memory(), self.labels.pin_memory()
+        return self
+
+
+class GraphTrainer(Trainer):
+    def train_step(self, batch: Any) -> Any:
+        graph = batch["graph"] if isinstance(batch, dict) else batch
+        return nn.functional.cross_entropy(self.model(graph.nodes), graph.labels)
+
+    test_step = train_step
+
+    def batch_length(self, batch: Any) -> int:
+        return len((batch["graph"] if isinstance(batch, dict) else batch).labels)
+
+
+def batches_with_a_method_to_are_moved_without_waiting() -> None:
+    def train(device: str, kind: type[Graph], *, is_nested: bool) -> Any:
+        settings: dict[str, Any] = {"optimizer": make_optimizer, "seed": 1, "verbose": False, "print_every": 10**6}
+        trainer = GraphTrainer(Net(None), device, **settings)
+        graphs = [kind(*batch) for batch in make_batches()]
+        # The second epoch gets objects that are on the device already, if they were moved in place.
+        trainer.fit([{"graph": it, "name": "a"} for it in graphs] if is_nested else graphs, max_length=Epochs(2))
+        return trainer
+
+    for kind in (Graph, GraphInPlace):
+        for is_nested in (False, True):
+            expected = train("cpu", kind, is_nested=is_nested)
+            with PretendDevice() as device:
+                trainer = train(NAME, kind, is_nested=is_nested)
+                assert_equal(weights(expected), weights(trainer))
+                device.events.clear()
+                moved = trainer.to_device([kind(*make_batches()[0]), torch.zeros(2)])
+                assert moved[0].nodes.device == moved[1].device == DEVICE
+                assert waits(device) == []
+
+
+def a_packed_sequence_is_copied_without_waiting() -> None:
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+    with PretendDevice() as device:
+        moved = to_device({"x": packed}, DEVICE, non_blocking=True)["x"]
+        assert moved.data.device == DEVICE
+        assert to_device(moved, DEVICE, non_blocking=True) is moved
+        assert waits(device) == []
+
+
+def data_of_a_trial_is_moved_without_waiting() -> None:
+    values = (torch.ones(2), np.ones(2), Graph(torch.ones(2), torch.ones(2)))
+    with PretendDevice() as device:
+        tensor, array, graph = pytorch.to_device(values, NAME)
+        assert {it.device for it in (tensor, array, graph.nodes, graph.labels)} == {DEVICE}
+        assert waits(device) == []
+
+
 COPY_CLAIMS = {
     claim.__name__.replace("_", " "): claim
     for claim in (
@@ -136,5 +214,8 @@ COPY_CLAIMS = {
         tensors_of_every_layout_are_copied_without_waiting,
         a_run_with_expanded_and_strided_batches_waits_for_nothing,
         images_on_the_device_become_channels_last_after_they_are_computed,
+        batches_with_a_method_to_are_moved_without_waiting,
+        a_packed_sequence_is_copied_without_waiting,
+        data_of_a_trial_is_moved_without_waiting,
     )
 }
