@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
@@ -238,10 +239,12 @@ def widest_float(device_type: str) -> torch.dtype:
 
 
 def supports_bfloat16(device_type: str) -> bool:
-    """Return whether autocast of a device can compute in bfloat16."""
+    """Return whether a device can compute in bfloat16; False if it only emulates bfloat16, as older GPUs do."""
     module = device_module(device_type)
     if (supported := getattr(module, "is_bf16_supported", None)) is not None:
-        return bool(supported())
+        # By default torch also returns True for the emulation, which is slower than float16.
+        has_choice = "including_emulation" in inspect.signature(supported).parameters
+        return bool(supported(including_emulation=False) if has_choice else supported())
     if (dtypes := getattr(module, "get_amp_supported_dtype", None)) is not None:
         return torch.bfloat16 in dtypes()
     return True

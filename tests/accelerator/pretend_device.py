@@ -161,6 +161,17 @@ class _Module:
 _setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
 
 
+@contextmanager
+def emulated_bfloat16() -> Iterator[None]:
+    """Report that the device supports bfloat16 only by emulation, as `torch.cuda` does for a T4."""
+    module: Any = torch.get_device_module(NAME)
+    module.is_bf16_supported = lambda including_emulation=True: including_emulation
+    try:
+        yield
+    finally:
+        del module.is_bf16_supported
+
+
 class PretendTensor(Tensor):
     """A tensor that reports the pretend device and holds a tensor of the CPU."""
 

@@ -20,8 +20,8 @@ TRIAL_FEATURES = ("plain", "bf16", "fp16", "accumulation", "clipping")
 def names_of_claims() -> list[str]:
     """The names without an import of the claims, which would register the device in this process."""
     names = []
-    for file, name_of_table in (("run_claims.py", "RUN_CLAIMS"), ("copy_claims.py", "COPY_CLAIMS")):
-        tree = ast.parse((FOLDER / file).read_text())
+    for name_of_table in ("RUN_CLAIMS", "COPY_CLAIMS", "PRECISION_CLAIMS"):
+        tree = ast.parse((FOLDER / f"{name_of_table.lower()}.py").read_text())
         tables = (it for it in tree.body if isinstance(it, ast.Assign) and ast.unparse(it.targets[0]) == name_of_table)
         listed = [it.id for it in ast.walk(next(tables).value) if isinstance(it, ast.Name)]
         functions = {it.name for it in tree.body if isinstance(it, ast.FunctionDef)}
