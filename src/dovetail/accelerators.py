@@ -227,7 +227,7 @@ def device_use(device: torch.device) -> dict[str, float]:
 
 @cache
 def widest_float(device_type: str) -> torch.dtype:
-    """Return float64, or float32 for devices that have no float64: Apple's, Habana's and some of Intel's.
+    """Return float64, or float32 for devices that have no float64: Apple's, Habana's, some of Intel's and others.
 
     Example:
         >>> widest_float("cpu"), widest_float("mps")
@@ -235,7 +235,14 @@ def widest_float(device_type: str) -> torch.dtype:
     """
     if device_type == "xpu" and torch.xpu.is_available():
         return torch.float64 if torch.xpu.get_device_properties().has_fp64 else torch.float32
-    return torch.float32 if device_type in ("mps", "hpu") else torch.float64
+    if device_type in ("cpu", "cuda", "xpu", "mps", "hpu"):
+        return torch.float32 if device_type in ("mps", "hpu") else torch.float64
+    # Torch has no function that reports it for the device of an extension.
+    try:
+        torch.empty(0, dtype=torch.float64, device=device_type)
+    except (RuntimeError, TypeError):
+        return torch.float32
+    return torch.float64
 
 
 def supports_bfloat16(device_type: str) -> bool:

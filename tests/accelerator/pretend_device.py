@@ -75,6 +75,7 @@ class _Log:
         self.num_operations = 0
         self.recorded_streams = 0
         self.warns = False
+        self.has_float64 = True
         # Kept, so that their addresses stay theirs.
         self.pinned: list[Tensor] = []
         # Bytes of the storages that are alive, by their address, and the most so far.
@@ -177,6 +178,8 @@ class PretendTensor(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> PretendTensor:
+        if inner.dtype is torch.float64 and not _log.has_float64:
+            raise TypeError(f"cannot convert a tensor of {NAME} to float64, which the device does not support")
         made: PretendTensor = Tensor._make_wrapper_subclass(
             cls,
             inner.size(),
@@ -215,16 +218,22 @@ class PretendTensor(Tensor):
 
 
 class PretendDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Makes the device usable for new tensors and pinned memory while it is active, and records its transfers."""
+    """Makes the device usable for new tensors and pinned memory while it is active, and records its transfers.
 
-    def __init__(self) -> None:
+    Args:
+        has_float64: False for a device that rejects tensors in float64, as Apple's and Habana's devices do.
+    """
+
+    def __init__(self, *, has_float64: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._streams = ExitStack()
+        self._has_float64 = has_float64
 
     def __enter__(self) -> PretendDevice:
         _log.events.clear()
         _log.pinned.clear()
         _log.recorded_streams = 0
+        _log.has_float64 = self._has_float64
         self._streams.enter_context(installed(lambda cause: _log.note("wait", cause, waits=True)))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -232,6 +241,7 @@ class PretendDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._streams.close()
+        _log.has_float64 = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {})) if _is_foreign(types) else _dispatch(func, args, kwargs or {})
@@ -264,6 +274,8 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     target = torch.device(kwargs["device"]).type if kwargs.get("device") is not None else None
     if not mine and target != NAME:
         return _on_host(func, args, kwargs)
+    if mine and kwargs.get("dtype") is torch.float64 and not _log.has_float64:
+        raise TypeError(f"{func}: a tensor of {NAME} cannot be converted to float64, not even while it is copied")
     if mine and func is _aten._pin_memory.default:
         raise RuntimeError(f"cannot pin a tensor of {NAME}: only dense tensors of the CPU can be pinned")
     if func is _aten.record_stream.default:

@@ -19,6 +19,7 @@ from pretend_device import NAME, PretendDevice, PretendTensor
 from styles import Net, make_batches, make_optimizer
 
 from dovetail import Epochs, Trainer
+from dovetail.accelerators import widest_float
 from dovetail.callbacks import EMA, EarlyStopping
 from dovetail.distributed import is_part, own_part, whole
 from dovetail.trainers import AMPTrainer, DDPTrainer, FSDPTrainer
@@ -34,11 +35,13 @@ def fit(device: str, model: Net, wrap: Layer, callbacks: Callable[[], list[Any]]
     return trainer
 
 
-def compare(wrap: Layer, callbacks: Callable[[], list[Any]] = list, **options: Any) -> dict[str, Any]:
+def compare(
+    wrap: Layer, callbacks: Callable[[], list[Any]] = list, has_float64: bool = True, **options: Any
+) -> dict[str, Any]:
     """Train on the CPU and on the device; return the largest difference and what a step waited for."""
     on_cpu = fit("cpu", Net(None), wrap, callbacks, **options)
     expected = {name: whole(it.detach()) for name, it in on_cpu.model.state_dict().items()}
-    with PretendDevice() as device:
+    with PretendDevice(has_float64=has_float64) as device:
         model = Net(device)
         trainer = fit(NAME, model, wrap, callbacks, **options)
         found = {name: whole(it).cpu() for name, it in trainer.model.state_dict().items()}
@@ -58,6 +61,15 @@ def offload_on_the_cpu() -> dict[str, Any]:
     return {"difference": max(float((it - other).abs().max()) for it, other in zip(plain, offloaded, strict=True))}
 
 
+def weighted_without_float64(layer: Layer) -> dict[str, Any]:
+    """Train with a weighted loss on a device that rejects float64."""
+    widest_float.cache_clear()
+    try:
+        return compare(layer, has_float64=False, class_weight=[1.0, 2.0, 3.0], accumulation_steps=2)
+    finally:
+        widest_float.cache_clear()
+
+
 def with_precision(layer: Any, precision: Any) -> Layer:
     return lambda trainer: layer(AMPTrainer(trainer, precision=precision))
 
@@ -71,6 +83,7 @@ for _name, _layer in {"data parallel": DDPTrainer, "sharded": FSDPTrainer}.items
         f"{_name} accumulation": partial(compare, _layer, accumulation_steps=2),
         f"{_name} clipping": partial(compare, _layer, gradient_clip=0.1),
         f"{_name} ema": partial(compare, _layer, lambda: [EMA(0.9)]),
+        f"{_name} weighted without float64": partial(weighted_without_float64, _layer),
         f"{_name} early_stopping": partial(compare, _layer, lambda: [EarlyStopping("valid_loss", patience=1)]),
     }
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dovetail.accelerators import can_pin
+from dovetail.accelerators import can_pin, widest_float
 from dovetail.distributed import DataGroup, Group, is_part, num_launched, own_part, part_of, whole
 from dovetail.errors import ConfigError
 from dovetail.trainers.capabilities.data_parallel import DataParallel
@@ -193,7 +193,7 @@ class ShardedDataParallel(DataParallel):
             items = window.expected if window.size > 1 else context.run.num_items
             if isinstance(items, Tensor):
                 # Integer counts would be divided in float32, which is too inexact for a float64 loss.
-                items = items.double()
+                items = items.to(widest_float(items.device.type))
             if self._unit is None:
                 self._unit = _mean(group, items) or 1.0
             # Torch sums over the processes and divides by their number; `_average` divides by the total of items.
