@@ -153,6 +153,9 @@ class NamedMetric:
 
     def prepare(self, criterion: Any, device: torch.device) -> None:
         """Set the device, and derive from the loss whether outputs are probabilities."""
+        if self._metric is not None and device != self._device:
+            # The last run may have been on another device.
+            self._metric.to(device)
         self._device = device
         self.are_probabilities = isinstance(criterion, nn.BCELoss) or criterion is nn.functional.binary_cross_entropy
 
