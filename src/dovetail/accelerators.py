@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -118,8 +119,24 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
     is_on_host = tensor.device.type == "cpu" and device.type != "cpu"
     if not is_on_host or tensor.layout is not torch.strided or tensor.requires_grad or not can_pin(device.type):
         return tensor.to(device)
+    if not _is_dense(tensor):
+        # `pin_memory` keeps the strides, which fails for an expanded tensor. A copy of a tensor with gaps blocks: CUDA
+        # collects the numbers in memory that is not pinned.
+        tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
     pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
     return pinned.to(device, non_blocking=True)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether a tensor fills one range of memory in any order of its dimensions, each number once."""
+    if tensor.is_contiguous():
+        return True
+    filled = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != filled:
+            return False
+        filled *= size
+    return True
 
 
 def to_host(values: list[Tensor | float]) -> list[float]:
@@ -232,7 +249,7 @@ def device_use(device: torch.device) -> dict[str, float]:
 
 @cache
 def widest_float(device_type: str) -> torch.dtype:
-    """Return float64, or float32 for devices that have no float64: Apple's, Habana's and some of Intel's.
+    """Return float64, or float32 for devices that have no float64: Apple's, Habana's, some of Intel's and others.
 
     Example:
         >>> widest_float("cpu"), widest_float("mps")
@@ -240,14 +257,23 @@ def widest_float(device_type: str) -> torch.dtype:
     """
     if device_type == "xpu" and torch.xpu.is_available():
         return torch.float64 if torch.xpu.get_device_properties().has_fp64 else torch.float32
-    return torch.float32 if device_type in ("mps", "hpu") else torch.float64
+    if device_type in ("cpu", "cuda", "xpu", "mps", "hpu"):
+        return torch.float32 if device_type in ("mps", "hpu") else torch.float64
+    # Torch has no function that reports it for the device of an extension.
+    try:
+        torch.empty(0, dtype=torch.float64, device=device_type)
+    except (RuntimeError, TypeError):
+        return torch.float32
+    return torch.float64
 
 
 def supports_bfloat16(device_type: str) -> bool:
-    """Return whether autocast of a device can compute in bfloat16."""
+    """Return whether a device can compute in bfloat16; False if it only emulates bfloat16, as older GPUs do."""
     module = device_module(device_type)
     if (supported := getattr(module, "is_bf16_supported", None)) is not None:
-        return bool(supported())
+        # By default torch also returns True for the emulation, which is slower than float16.
+        has_choice = "including_emulation" in inspect.signature(supported).parameters
+        return bool(supported(including_emulation=False) if has_choice else supported())
     if (dtypes := getattr(module, "get_amp_supported_dtype", None)) is not None:
         return torch.bfloat16 in dtypes()
     return True

@@ -15,6 +15,8 @@ from functools import partial
 from itertools import pairwise
 
 import torch
+from copy_claims import COPY_CLAIMS
+from precision_claims import PRECISION_CLAIMS
 from pretend_device import PretendDevice
 from run_claims import RUN_CLAIMS
 from styles import EPOCHS, FEATURES, NUM_BATCHES, STYLES, Net
@@ -53,7 +55,7 @@ CLAIMS: dict[str, Callable[[], None]] = {
     for style in STYLES
     for name in FEATURES
     if (style, name) not in MISSING
-} | RUN_CLAIMS
+} | {**RUN_CLAIMS, **COPY_CLAIMS, **PRECISION_CLAIMS}
 
 
 def main(names: list[str]) -> None:

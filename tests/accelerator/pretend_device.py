@@ -78,6 +78,7 @@ class _Log:
         self.recorded_streams = 0
         self.warns = False
         self.reports_waits = True
+        self.has_float64 = True
         # Kept, so that their addresses stay theirs.
         self.pinned: list[Tensor] = []
         # Bytes of the storages that are alive, by their address, and the most so far.
@@ -104,7 +105,8 @@ class _Log:
 
     def is_pinned(self, tensor: Tensor) -> bool:
         address = tensor.data_ptr()
-        return any(it.data_ptr() <= address < it.data_ptr() + max(it.nbytes, 1) for it in self.pinned)
+        blocks = ((it.data_ptr(), it.untyped_storage().nbytes()) for it in self.pinned)
+        return any(start <= address < start + max(size, 1) for start, size in blocks)
 
 
 _log = _Log()
@@ -168,11 +170,24 @@ class _Module:
 _setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
 
 
+@contextmanager
+def emulated_bfloat16() -> Iterator[None]:
+    """Report that the device supports bfloat16 only by emulation, as `torch.cuda` does for a T4."""
+    module: Any = torch.get_device_module(NAME)
+    module.is_bf16_supported = lambda including_emulation=True: including_emulation
+    try:
+        yield
+    finally:
+        del module.is_bf16_supported
+
+
 class PretendTensor(Tensor):
     """A tensor that reports the pretend device and holds a tensor of the CPU."""
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> PretendTensor:
+        if inner.dtype is torch.float64 and not _log.has_float64:
+            raise TypeError(f"cannot convert a tensor of {NAME} to float64, which the device does not support")
         made: PretendTensor = Tensor._make_wrapper_subclass(
             cls,
             inner.size(),
@@ -215,17 +230,20 @@ class PretendDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         reports_waits: False for a device whose sync debug mode reports nothing.
+        has_float64: False for a device that rejects tensors in float64, as Apple's and Habana's devices do.
     """
 
-    def __init__(self, *, reports_waits: bool = True) -> None:
+    def __init__(self, *, reports_waits: bool = True, has_float64: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         _log.reports_waits = reports_waits
         self._streams = ExitStack()
+        self._has_float64 = has_float64
 
     def __enter__(self) -> PretendDevice:
         _log.events.clear()
         _log.pinned.clear()
         _log.recorded_streams = 0
+        _log.has_float64 = self._has_float64
         self._streams.enter_context(installed(lambda cause: _log.note("wait", cause, waits=True)))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -233,6 +251,7 @@ class PretendDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._streams.close()
+        _log.has_float64 = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {})) if _is_foreign(types) else _dispatch(func, args, kwargs or {})
@@ -265,6 +284,10 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     target = torch.device(kwargs["device"]).type if kwargs.get("device") is not None else None
     if not mine and target != NAME:
         return _on_host(func, args, kwargs)
+    if mine and kwargs.get("dtype") is torch.float64 and not _log.has_float64:
+        raise TypeError(f"{func}: a tensor of {NAME} cannot be converted to float64, not even while it is copied")
+    if mine and func is _aten._pin_memory.default:
+        raise RuntimeError(f"cannot pin a tensor of {NAME}: only dense tensors of the CPU can be pinned")
     if func is _aten.record_stream.default:
         _log.recorded_streams += 1
         mine[0].origin.users.add(args[1].stream_id)
@@ -299,13 +322,25 @@ def _on_host(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if func is _aten.is_pinned.default:
         return _log.is_pinned(args[0])
     if func is _aten._pin_memory.default:
-        _log.pinned.append(args[0].clone())
+        _log.pinned.append(_copied_with_strides(args[0]))
         return _log.pinned[-1]
     wants_pinned = kwargs.pop("pin_memory", False)
     out = func(*args, **kwargs)
     if wants_pinned:
         _log.pinned.append(out)
     return out
+
+
+def _copied_with_strides(tensor: Tensor) -> Tensor:
+    """Return a copy as ATen pins it: with the same sizes and strides, so the copy of an expanded tensor raises."""
+    size = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    storage = torch.empty(size if tensor.numel() else 0, dtype=tensor.dtype)
+    return storage.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
+
+
+def _copies_at_once(tensor: Tensor) -> bool:
+    """Return whether a tensor is pinned and has no gaps. CUDA copies a tensor with gaps through pageable memory."""
+    return _log.is_pinned(tensor) and bool(_aten.is_non_overlapping_and_dense.default(tensor))
 
 
 def _keep_pinned(kwargs: dict[str, Any], out: Any) -> None:
@@ -322,11 +357,11 @@ def _note_transfers(
     elif func is _aten._to_copy.default and mine and target == "cpu":
         _log.note("to_host", func, waits=not kwargs.get("non_blocking"))
     elif func is _aten._to_copy.default and plain:
-        is_async = kwargs.get("non_blocking") and _log.is_pinned(plain[0])
+        is_async = kwargs.get("non_blocking") and _copies_at_once(plain[0])
         _log.note("to_device", func, waits=not is_async)
     elif func is _aten.copy_.default and mine and plain:
         to_device = isinstance(args[0], PretendTensor)
-        is_async = len(args) > 2 and args[2] and _log.is_pinned(plain[0])
+        is_async = len(args) > 2 and args[2] and _copies_at_once(plain[0])
         _log.note("to_device" if to_device else "to_host", func, waits=not is_async)
     elif func is _aten._foreach_copy_.default:
         # As torch does for lists of several devices: one copy after the other.

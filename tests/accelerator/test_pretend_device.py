@@ -19,11 +19,14 @@ TRIAL_FEATURES = ("plain", "bf16", "fp16", "accumulation", "clipping")
 
 def names_of_claims() -> list[str]:
     """The names without an import of the claims, which would register the device in this process."""
-    tree = ast.parse((FOLDER / "run_claims.py").read_text())
-    table = next(it for it in tree.body if isinstance(it, ast.Assign) and ast.unparse(it.targets[0]) == "RUN_CLAIMS")
-    names = [it.id for it in ast.walk(table.value) if isinstance(it, ast.Name)]
-    functions = {it.name for it in tree.body if isinstance(it, ast.FunctionDef)}
-    return [name.replace("_", " ") for name in names if name in functions]
+    names = []
+    for name_of_table in ("RUN_CLAIMS", "COPY_CLAIMS", "PRECISION_CLAIMS"):
+        tree = ast.parse((FOLDER / f"{name_of_table.lower()}.py").read_text())
+        tables = (it for it in tree.body if isinstance(it, ast.Assign) and ast.unparse(it.targets[0]) == name_of_table)
+        listed = [it.id for it in ast.walk(next(tables).value) if isinstance(it, ast.Name)]
+        functions = {it.name for it in tree.body if isinstance(it, ast.FunctionDef)}
+        names += [name.replace("_", " ") for name in listed if name in functions]
+    return names
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from dovetail.data import batch_length, concat, split_batch, to_device
@@ -119,6 +119,37 @@ def test_a_packed_sequence_is_moved_as_a_whole() -> None:
     moved = to_device([packed], META)[0]
     assert isinstance(moved, PackedSequence)
     assert moved.data.device == META
+
+
+class Molecule:
+    """A batch of a class without a structure that is known."""
+
+    def __init__(self, atoms: Tensor) -> None:
+        self.atoms = atoms
+
+    def to(self, device: torch.device) -> Molecule:
+        return Molecule(self.atoms.to(device))
+
+
+class MoleculeInPlace(Molecule):
+    def to(self, device: torch.device, **options: Any) -> None:  # type: ignore[override]
+        self.atoms = self.atoms.to(device, **options)
+
+
+@pytest.mark.parametrize("kind", [Molecule, MoleculeInPlace])
+def test_an_object_is_moved_by_its_own_method(kind: Any) -> None:
+    moved = to_device({"molecules": kind(torch.zeros(2)), "names": ["a", None]}, META)
+    assert type(moved["molecules"]) is kind
+    assert moved["molecules"].atoms.device == META
+    assert moved["names"] == ["a", None]
+    assert to_device(kind(torch.zeros(2)), META).atoms.device == META
+
+
+def test_a_module_and_a_class_in_a_batch_are_not_moved() -> None:
+    module = nn.Linear(2, 2)
+    batch = [module, Molecule, torch.float32, np.ones(2), np.float32(1)]
+    assert to_device(batch, META) is batch
+    assert module.weight.device == CPU
 
 
 @pytest.mark.parametrize("kind", [OrderedDict, UserDict])

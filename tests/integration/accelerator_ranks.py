@@ -20,6 +20,7 @@ from styles import Net, make_batches, make_optimizer
 from torch import Tensor, nn
 
 from dovetail import Epochs, Trainer
+from dovetail.accelerators import widest_float
 from dovetail.callbacks import EMA, EarlyStopping
 from dovetail.distributed import is_part, own_part, whole
 from dovetail.trainers import AMPTrainer, DDPTrainer, FSDPTrainer, PowerSGD
@@ -70,12 +71,16 @@ def fit(device: str, model: Net, wrap: Layer, callbacks: Callable[[], list[Any]]
 
 
 def compare(
-    wrap: Layer, callbacks: Callable[[], list[Any]] = list, kind: type[Net] = Net, **options: Any
+    wrap: Layer,
+    callbacks: Callable[[], list[Any]] = list,
+    kind: type[Net] = Net,
+    has_float64: bool = True,
+    **options: Any,
 ) -> dict[str, Any]:
     """Train on the CPU and on the device; return the largest difference and what a step waited for."""
     on_cpu = fit("cpu", kind(None), wrap, callbacks, **options)
     expected = {name: whole(it.detach()) for name, it in on_cpu.model.state_dict().items()}
-    with PretendDevice() as device:
+    with PretendDevice(has_float64=has_float64) as device:
         model = kind(device)
         trainer = fit(NAME, model, wrap, callbacks, **options)
         weights = {name: whole(it).cpu() for name, it in trainer.model.state_dict().items()}
@@ -95,6 +100,15 @@ def offload_on_the_cpu() -> dict[str, Any]:
     trainers = [fit("cpu", Net(None), partial(FSDPTrainer, cpu_offload=value), list) for value in (False, True)]
     plain, offloaded = ([whole(it.detach()) for it in trainer.model.parameters()] for trainer in trainers)
     return {"difference": max(float((it - other).abs().max()) for it, other in zip(plain, offloaded, strict=True))}
+
+
+def weighted_without_float64(layer: Layer) -> dict[str, Any]:
+    """Train with a weighted loss on a device that rejects float64."""
+    widest_float.cache_clear()
+    try:
+        return compare(layer, has_float64=False, class_weight=[1.0, 2.0, 3.0], accumulation_steps=2)
+    finally:
+        widest_float.cache_clear()
 
 
 def with_precision(layer: Any, precision: Any) -> Layer:
@@ -117,6 +131,7 @@ for _name, _layer in {"data parallel": DDPTrainer, "sharded": FSDPTrainer}.items
         f"{_name} tokens": partial(compare, _layer, kind=LanguageModel),
         f"{_name} tokens, accumulation": partial(compare, _layer, kind=LanguageModel, accumulation_steps=2),
         f"{_name} sync_batchnorm": partial(compare, partial(_layer, sync_batchnorm=True), kind=NormNet),
+        f"{_name} weighted without float64": partial(weighted_without_float64, _layer),
         f"{_name} early_stopping": partial(compare, _layer, lambda: [EarlyStopping("valid_loss", patience=1)]),
     }
 

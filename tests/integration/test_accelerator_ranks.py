@@ -40,5 +40,12 @@ def test_compressed_gradients_of_two_ranks_wait_for_no_device(results: list[dict
     assert [found["data parallel powersgd"]["waits"] for found in results] == [[], []]
 
 
+@pytest.mark.parametrize("layer", ["data parallel", "sharded"])
+def test_two_ranks_train_weighted_losses_on_devices_without_float64(results: list[dict[str, Any]], layer: str) -> None:
+    for found in results:
+        case = found[f"{layer} weighted without float64"]
+        assert case.get("difference", 1.0) < 1e-6, case
+
+
 def test_offloading_on_the_cpu_needs_no_pinned_memory_of_an_accelerator(results: list[dict[str, Any]]) -> None:
     assert [found["offload on the CPU"] for found in results] == [{"difference": 0.0}] * 2

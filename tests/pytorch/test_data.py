@@ -290,6 +290,12 @@ def test_a_type_that_cannot_be_moved_is_logged_once(caplog: pytest.LogCaptureFix
     assert len(caplog.messages) == 2
 
 
+def test_a_module_in_the_data_is_logged_and_not_moved(caplog: pytest.LogCaptureFixture) -> None:
+    module = torch.nn.Linear(2, 2)
+    assert pytorch.to_device([module], "meta")[0].weight.device.type == "cpu"
+    assert caplog.messages == ["a Linear in the data cannot be moved to the device and is left unchanged"]
+
+
 def test_data_on_the_device_is_not_copied() -> None:
     batch = (torch.ones(2), {"y": torch.zeros(1)})
     assert pytorch.to_device(batch, "cpu") is batch

@@ -1,22 +1,26 @@
 """Operations on batches of any structure: move, count, slice, split into inputs and targets, and join.
 
 A *structure* is a tuple, a named tuple, a list, a mapping or a dataclass instance, nested to any depth. Everything
-else is a *leaf*: tensors and arrays, and strings, numbers and `None`, which are left unchanged.
+else is a *leaf*: tensors and arrays, objects with a method `to`, such as graphs, and strings, numbers and `None`, which
+are left unchanged.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from dovetail.accelerators import send
+from dovetail.accelerators import can_pin, send
 from dovetail.errors import DataError
 
 # In order of precedence.
@@ -27,7 +31,8 @@ def to_device(batch: Any, device: torch.device, non_blocking: bool = False) -> A
     """Return `batch` with every tensor on `device`; the same object if all tensors are there already.
 
     Args:
-        batch: A tensor, a packed sequence, or a structure that contains some. Other leaves are left unchanged.
+        batch: A tensor, an object with a method `to` (see `move_object`), or a structure that contains some. Other
+            leaves are left unchanged.
         device: The target device.
         non_blocking: True to copy without waiting for the device, through pinned memory.
 
@@ -48,13 +53,63 @@ def to_device(batch: Any, device: torch.device, non_blocking: bool = False) -> A
                 break
         else:
             return batch
-    if isinstance(batch, PackedSequence):
-        return batch.to(device, non_blocking=non_blocking)  # type: ignore[arg-type]  # torch's hints know dtypes only
     parts = _parts(batch)
+    if not parts:
+        # Loaders create objects on the CPU. Some classes have a method `to` with another meaning, such as dates.
+        is_there = torch.device(device).type == "cpu" and not isinstance(batch, PackedSequence)
+        return batch if is_there else move_object(batch, device, non_blocking)
     moved = [to_device(part, device, non_blocking) for part in parts]
     if all(new is old for new, old in zip(moved, parts, strict=True)):
         return batch
     return _with_parts(batch, moved)
+
+
+def move_object(leaf: Any, device: torch.device, non_blocking: bool = False) -> Any:
+    """Return an object on a device by its own method `to`, such as a graph; other leaves unchanged.
+
+    Args:
+        leaf: Any leaf except a tensor.
+        device: The target device.
+        non_blocking: True to copy without waiting for the device: from pinned memory, if the class has `pin_memory`.
+    """
+    takes_non_blocking = _move_of(leaf.__class__)
+    if takes_non_blocking is None:
+        return leaf
+    if not non_blocking or not can_pin(device.type):
+        moved = leaf.to(device)
+    else:
+        if callable(getattr(leaf.__class__, "pin_memory", None)):
+            # An object that is on the device already cannot be pinned.
+            with suppress(RuntimeError):
+                leaf = leaf.pin_memory()
+        moved = leaf.to(device, non_blocking=True) if takes_non_blocking else leaf.to(device)
+    # Some classes move their tensors in place and return nothing.
+    return leaf if moved is None else moved
+
+
+def moves_itself(leaf: Any) -> bool:
+    """Return whether `move_object` moves a leaf by its own method `to`.
+
+    Example:
+        >>> moves_itself(torch.nn.utils.rnn.pack_sequence([torch.ones(2)])), moves_itself("text")
+        (True, False)
+    """
+    return _move_of(leaf.__class__) is not None
+
+
+@lru_cache(maxsize=256)
+def _move_of(kind: type) -> bool | None:
+    """Return whether the method `to` of a class takes `non_blocking`; None if its objects cannot be moved.
+
+    A module has such a method, but moves itself in place, and would stay on the device after the batch.
+    """
+    move = getattr(kind, "to", None)
+    if not callable(move) or issubclass(kind, (Tensor, np.ndarray, nn.Module)):
+        return None
+    with suppress(ValueError):
+        parameters = inspect.signature(move).parameters.values()
+        return any(it.name == "non_blocking" or it.kind is it.VAR_KEYWORD for it in parameters)
+    return False
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:

@@ -292,7 +292,7 @@ class TrialTrainer(SingleProcessTrainer):
     def to_device(self, batch: Any) -> Any:
         if not self.trial_context.experimental.moves_batches:
             return batch
-        # Trials also get arrays and objects with a method `to` moved.
+        # Trials also get arrays moved.
         return self.trial_context.to_device(super().to_device(batch))
 
     def batch_length(self, batch: Any) -> int:

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset, RandomSampler
 
 from dovetail import data
 from dovetail.accelerators import send
-from dovetail.data.batches import map_leaves
+from dovetail.data.batches import map_leaves, move_object, moves_itself
 from dovetail.errors import DataError
 
 _logger = logging.getLogger("dovetail.pytorch")
@@ -47,15 +47,13 @@ def to_device(data: Any, device: torch.device | str, warned_types: set[type] | N
     target, known = torch.device(device), set[type]() if warned_types is None else warned_types
 
     def moved(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.device == target:
-            return leaf
+        if isinstance(leaf, Tensor):
+            return leaf if leaf.device == target else send(leaf, target)
         # Floats, complex and whole numbers, and booleans; torch has no tensors of text or objects.
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fciub":
             return send(torch.from_numpy(leaf), target)
-        # Batches of other libraries, such as packed sequences and graphs, have this method without a common class.
-        move = getattr(leaf, "to", None)
-        if callable(move):
-            return move(target)
+        if moves_itself(leaf):
+            return move_object(leaf, target, non_blocking=True)
         if not isinstance(leaf, _WITHOUT_DEVICE) and type(leaf) not in known:
             known.add(type(leaf))
             _logger.warning("a %s in the data cannot be moved to the device and is left unchanged", type(leaf).__name__)

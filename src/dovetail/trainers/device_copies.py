@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import IterableDataset
 
 from dovetail.accelerators import can_pin, numbered
 from dovetail.data import DataLoader, to_device
-from dovetail.data.batches import map_leaves, map_tensors
+from dovetail.data.batches import map_leaves, map_tensors, moves_itself
 from dovetail.data.slicing import rows_in_memory
 from dovetail.overrides import is_ours
 
@@ -90,7 +89,7 @@ class DeviceCopier:
         return batch_mover, self._settings
 
     def _copy(self, batch: Any) -> _Copy:
-        stream = self._stream if all(map(_is_plain, _leaves(batch))) else None
+        stream = self._stream if all(map(_may_use_side_stream, _leaves(batch))) else None
         if stream is None:
             return _Copy(batch, self._moved(batch), None)
         with stream:
@@ -170,11 +169,12 @@ def _leaves(batch: Any) -> Iterator[Any]:
     return iter(found)
 
 
-def _is_plain(leaf: Any) -> bool:
-    """Return whether a leaf is no tensor, or one whose memory a stream can record."""
+def _may_use_side_stream(leaf: Any) -> bool:
+    """Return whether a leaf is not moved, or is a tensor of the host whose copy a stream can record."""
     if isinstance(leaf, Tensor):
-        return leaf.layout is torch.strided and not leaf.is_nested
-    return not isinstance(leaf, PackedSequence)
+        # The stream that computes a tensor of a device may not have finished when the side stream reads it.
+        return leaf.device.type == "cpu" and leaf.layout is torch.strided and not leaf.is_nested
+    return not moves_itself(leaf)
 
 
 def _to_device_channels_last(batch: Any, device: torch.device) -> Any:

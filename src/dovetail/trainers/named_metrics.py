@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dovetail.accelerators import numbered
 from dovetail.data.batches import map_tensors
 from dovetail.errors import ConfigError, DataError, UnknownNameError
 from dovetail.extras import require
@@ -218,6 +219,10 @@ class NamedMetric:
 
     def prepare(self, criterion: Any, device: torch.device) -> None:
         """Set the device, and derive from the loss whether outputs are probabilities."""
+        device = numbered(device)
+        if device != self._device:
+            # The last run was on another device: the next batch builds the metric again.
+            self._shape = self._metric = self._state = None
         self._device = device
         self.are_probabilities = isinstance(criterion, nn.BCELoss) or criterion is nn.functional.binary_cross_entropy
 

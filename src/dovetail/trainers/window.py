@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dovetail.accelerators import widest_float
+
 
 class Window:
     """The accumulation window: the batches that share one update, and the weight of each.
@@ -50,7 +52,7 @@ class Window:
         """Return the factor for a loss over `num_items` items of the running batch."""
         if isinstance(num_items, Tensor):
             # An integer count would be divided in float32, which is too inexact for a float64 loss.
-            num_items = num_items.double()
+            num_items = num_items.to(widest_float(num_items.device.type))
         # Several losses of one batch have the same items, which count once.
         if first_of_batch:
             if self.opens:

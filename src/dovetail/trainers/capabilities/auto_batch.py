@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from dovetail.accelerators import free_memory
+from dovetail.accelerators import free_memory, widest_float
 from dovetail.callbacks import Callback, Callbacks
 from dovetail.data import concat
 from dovetail.data.batches import map_tensors, slice_batch
@@ -446,7 +446,7 @@ def _items(output: Mapping[str, Any], length: int) -> Any:
     """Return the number of items that a loss is the mean of, as a divisor."""
     items = output.get("num_items", length)
     # A count of integers would be divided in float32, which is too coarse for a float64 loss.
-    return items.double() if isinstance(items, Tensor) else items
+    return items.to(widest_float(items.device.type)) if isinstance(items, Tensor) else items
 
 
 def _free(device: torch.device) -> None:

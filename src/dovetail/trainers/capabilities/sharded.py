@@ -195,7 +195,7 @@ class ShardedDataParallel(DataParallel):
             items = window.expected if window.size > 1 else context.run.num_items
             if isinstance(items, Tensor):
                 # Integer counts would be divided in float32, which is too inexact for a float64 loss.
-                items = items.double()
+                items = items.to(widest_float(items.device.type))
             if self._unit is None:
                 self._unit = _mean(group, items) or 1.0
             # Torch sums over the processes and divides by their number; `_average` divides by the total of items.

@@ -154,10 +154,11 @@ class WeightedLoss(nn.Module):
         number = outputs.shape[1] if outputs.ndim > 1 else outputs.shape[0]
         weight = self._weight
         if weight is None or weight.dtype != dtype or weight.device != outputs.device or len(weight) != number:
-            weight = self._weight = self._weights_of(number).to(outputs.device, dtype)
+            weight = self._weight = self._weights_of(number).to(dtype).to(outputs.device)
         return weight
 
     def _weights_of(self, number: int) -> Tensor:
+        """Return the weight of every class in float64, on the host because some devices have no float64."""
         given = self.class_weight
         if isinstance(given, str):
             if self._counts is None:
@@ -165,7 +166,7 @@ class WeightedLoss(nn.Module):
                     "class_weight: 'balanced' counts the classes of the training data, and there is none; give "
                     "train_dataset=…, or the weights"
                 )
-            counts = self._counts.double()
+            counts = self._counts.cpu().double()
             present = counts > 0
             # The rule of scikit-learn. A class without samples has the weight 1, which no sample of training uses.
             weights = torch.where(present, counts.sum() / (present.sum() * counts.clamp(min=1)), 1.0)
@@ -176,7 +177,7 @@ class WeightedLoss(nn.Module):
             return torch.tensor([float(given.get(name, 1.0)) for name in range(number)], dtype=torch.float64)
         if len(given) != number:
             raise ConfigError(f"class_weight: the model has {number} classes, got {len(given)} weights")
-        return torch.as_tensor(given, dtype=torch.float64)
+        return torch.as_tensor(given.cpu() if isinstance(given, Tensor) else given, dtype=torch.float64)
 
     def extra_repr(self) -> str:
         """Return the settings."""

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dovetail.accelerators import widest_float
+
 SLOT = "gradient"
 
 
@@ -90,7 +92,10 @@ class AccumulationRule:
         scale, items, expected, size, opens = numbers
         if terms[0]:
             found = outputs.get("num_items", items)
-            items = found.double() if isinstance(found, Tensor) else torch.full_like(items, found)
+            items = found if isinstance(found, Tensor) else torch.full_like(items, found)
+            # In the widest type, as in `Window`.
+            wide = widest_float(items.device.type)
+            items, expected, size = items.to(wide), expected.to(wide), size.to(wide)
             expected = torch.where(opens > 0, torch.where(items > 0, items, 1.0) * size, expected)
             loss = loss * (items / expected).to(loss.dtype)
         return loss * scale.to(loss.dtype)
