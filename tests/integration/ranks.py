@@ -75,7 +75,7 @@ SETTINGS: dict[str, Any] = {
 
 def trained(module: nn.Module, source: Any, epochs: int = 2, wrap: Callable[..., Any] = layer, **settings: Any) -> Any:
     settings = {**SETTINGS, "batch_size": GLOBAL_BATCH // world(), **settings}
-    trainer = wrap(Trainer(module, "cpu", **settings))
+    trainer = wrap(Trainer(module, "cpu", **{name: it for name, it in settings.items() if it is not None}))
     history = trainer.fit(source, data(17, source[0].dtype), max_length=Epochs(epochs))
     rows = [history.get_latest_metric(name) for name in ("train_loss", "valid_loss", "valid_accuracy")]
     return {"weights": weights(module), "metrics": rows, "progress": trainer.context.progress.state_dict()}
@@ -134,6 +134,26 @@ def accumulation(folder: Path) -> Any:
 def idle_inside_a_window(folder: Path) -> Any:
     # The last window has two steps, and in its second one some processes have no batch.
     return trained(model(), data(42), accumulation_steps=2, gradient_clip=0.1)
+
+
+# The optimizers of these cases have their own rates.
+OWN_RATES: dict[str, Any] = dict.fromkeys(("optim_function", "learning_rate", "momentum", "weight_decay"))
+
+
+class Alternates(Callback):
+    """Trains the first layer in the first epoch, the last one in the second, and so on: equally many parameters."""
+
+    def on_epoch_start(self, context: Any) -> None:
+        is_even = context.progress.epoch % 2 == 0
+        context.model[0].requires_grad_(is_even)
+        context.model[2].requires_grad_(not is_even)
+
+
+@case
+def alternating_layers(folder: Path) -> Any:
+    module = model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.3, momentum=0.9)
+    return trained(module, data(48), epochs=3, optimizer=optimizer, callbacks=[Alternates()], **OWN_RATES)
 
 
 @case

@@ -32,6 +32,7 @@ EXACT = [
     "clipping",
     "accumulation",
     "idle_inside_a_window",
+    "alternating_layers",
     "less_data_than_processes",
     "counted_items",
     "counted_tokens",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from itertools import repeat
+from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter
 from typing import Any, cast
 
@@ -63,7 +63,8 @@ class GradientExchange:
     ) -> None:
         self.optimizer = optimizer
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self.num_trained = sum(map(_REQUIRES_GRAD, self.parameters))
+        # Not their number: as many may be frozen as unfrozen.
+        self.is_trained = list(map(_REQUIRES_GRAD, self.parameters))
         # The weight of all processes in the last average: a tensor if the gradients are on an accelerator.
         self.weight: Any = 0.0
         self.unit = unit
@@ -87,11 +88,9 @@ class GradientExchange:
 
     @property
     def is_whole(self) -> bool:
-        """True if no parameter was frozen, unfrozen or added since the buckets were made."""
-        groups = self.optimizer.param_groups
-        return sum(map(len, map(_PARAMS, groups))) == len(self.parameters) and self.num_trained == sum(
-            map(_REQUIRES_GRAD, self.parameters)
-        )
+        """True if no parameter was frozen, unfrozen, added or replaced since the buckets were made."""
+        present = list(chain.from_iterable(map(_PARAMS, self.optimizer.param_groups)))
+        return list(map(_REQUIRES_GRAD, present)) == self.is_trained and all(map(is_, present, self.parameters))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the compression, by parameter."""
@@ -191,12 +190,12 @@ class GradientExchange:
         """Replace every gradient by the mean over all processes, and return the sums of `extras`.
 
         On an accelerator, the sums of tokens and weights are tensors, because reading them would wait for the device.
-        None means that parameters were frozen, unfrozen or added, so that new buckets are necessary.
+        None means that parameters were frozen, unfrozen, added or replaced, so that new buckets are necessary.
         """
-        groups, buckets = self.optimizer.param_groups, self.buckets
-        if sum(map(len, map(_PARAMS, groups))) != len(self.parameters) or self.num_trained != sum(
-            map(_REQUIRES_GRAD, self.parameters)
-        ):
+        buckets = self.buckets
+        # As `is_whole`, without its call.
+        present = list(chain.from_iterable(map(_PARAMS, self.optimizer.param_groups)))
+        if list(map(_REQUIRES_GRAD, present)) != self.is_trained or not all(map(is_, present, self.parameters)):
             return None
         extras = [*extras, 0.0]
         if self._channel is None and buckets and not self.is_compressed:
