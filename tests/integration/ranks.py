@@ -59,7 +59,9 @@ def model(dtype: torch.dtype = torch.float64) -> nn.Module:
 
 
 def weights(module: nn.Module) -> list[float]:
-    return torch.cat([parameter.detach().double().flatten() for parameter in module.parameters()]).tolist()
+    values = (it.detach() for it in module.parameters())
+    real = (torch.view_as_real(it) if it.is_complex() else it for it in values)
+    return torch.cat([it.double().flatten() for it in real]).tolist()
 
 
 SETTINGS: dict[str, Any] = {
@@ -154,6 +156,37 @@ def alternating_layers(folder: Path) -> Any:
     module = model()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.3, momentum=0.9)
     return trained(module, data(48), epochs=3, optimizer=optimizer, callbacks=[Alternates()], **OWN_RATES)
+
+
+@case
+def graphs_of_gradients(folder: Path) -> Any:
+    def train_step(trainer: Any, batch: Any) -> dict[str, Any]:
+        inputs, targets = batch
+        loss = nn.functional.cross_entropy(trainer.model(inputs), targets)
+        trainer.context.backward(loss, create_graph=True)
+        trainer.context.step()
+        return {"loss": loss.detach()}
+
+    return trained(model(), data(53), train_step=train_step)
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.inner, self.outer = nn.Linear(5, 4), nn.Linear(4, 2)
+        self.turns = nn.Parameter(torch.randn(3, 4, dtype=torch.complex128))
+        self.more = nn.Parameter(torch.randn(4, 2, dtype=torch.complex128))
+        self.double()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        turned = self.inner(inputs).tanh() * self.turns.prod(dim=0)
+        return (turned @ self.more).real + self.outer(turned.abs())  # type: ignore[no-any-return]  # untyped module
+
+
+@case
+def complex_parameters(folder: Path) -> Any:
+    return trained(Complex(), data(53), gradient_clip=0.5)
 
 
 @case

@@ -33,6 +33,8 @@ EXACT = [
     "accumulation",
     "idle_inside_a_window",
     "alternating_layers",
+    "graphs_of_gradients",
+    "complex_parameters",
     "less_data_than_processes",
     "counted_items",
     "counted_tokens",

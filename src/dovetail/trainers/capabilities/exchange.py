@@ -74,7 +74,8 @@ class GradientExchange:
         if compression is not None:
             first = 0
             for bucket in self.buckets:
-                bucket.codec = compression.codec(bucket.parts, bucket.gradients, unit, first)
+                parts = [torch.view_as_real(part) if part.is_complex() else part for part in bucket.parts]
+                bucket.codec = compression.codec(parts, bucket.gradients, unit, first)
                 first += len(bucket.parts)
         self._channel: dist.ProcessGroup | None = None
         self._hooks: list[Any] = []
@@ -299,11 +300,14 @@ class Bucket:
     def __init__(self, parameters: list[Tensor]) -> None:
         first = parameters[0]
         dtype = torch.promote_types(first.dtype, torch.float32)
-        sizes = [parameter.numel() for parameter in parameters]
+        # Complex gradients are sent as pairs of real numbers.
+        num_reals = 2 if dtype.is_complex else 1
+        sizes = [num_reals * parameter.numel() for parameter in parameters]
         num_numbers = len(parameters) + _NUM_EXTRAS + 1
         self.parameters = parameters
         # Sums in half precision would lose too much.
         self.is_exact = dtype == first.dtype
+        dtype = dtype.to_real()
         self.has_all = [1.0] * len(parameters)
         # Both parts of the tokens, and the weight, on an accelerator: they may be tensors that the step computes there.
         self.device_numbers: Tensor | None = None
@@ -318,7 +322,11 @@ class Bucket:
             self.tail = torch.empty(num_numbers, dtype=dtype)
             self.messages = [self.flat, self.tail]
         parts = torch.split(self.gradients, sizes)
-        self.parts = [part.view_as(parameter) for part, parameter in zip(parts, parameters, strict=True)]
+        if num_reals == 1:
+            self.parts = [part.view_as(parameter) for part, parameter in zip(parts, parameters, strict=True)]
+        else:
+            pairs = [part.view(*it.shape, 2) for part, it in zip(parts, parameters, strict=True)]
+            self.parts = [torch.view_as_complex(pair) for pair in pairs]
         self.codec: Codec | None = None
         # The running update: gradients that the backward pass has not completed, messages under way, the processes
         # that have a gradient of each parameter, and the gradients that were sent early, with their versions.
@@ -350,7 +358,7 @@ class Bucket:
             if gradient is None or gradient.is_sparse:
                 continue
             if gradient.untyped_storage()._cdata == part.untyped_storage()._cdata:
-                parameter.grad = gradient.clone()
+                parameter.grad = gradient.detach().clone()
 
     def note_gradients(self) -> None:
         """Store the gradients and their versions, so that later changes are detected."""
@@ -374,6 +382,9 @@ class Bucket:
         if any(map(is_, gradients, repeat(None))) or any(map(_IS_SPARSE, gradients)):
             has = [float(gradient is not None) for gradient in gradients]
             gradients = [_dense(gradient, part) for gradient, part in zip(gradients, self.parts, strict=True)]
+        if any(map(_REQUIRES_GRAD, gradients)):
+            # After a backward pass with `create_graph`: the average is not differentiated.
+            gradients = [gradient.detach() for gradient in gradients]
         if not isinstance(weight, Tensor) and weight == 0:
             # Not multiplied by zero: a gradient of an idle process may be infinite.
             self.flat.zero_()
