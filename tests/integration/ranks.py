@@ -75,9 +75,16 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def trained(module: nn.Module, source: Any, epochs: int = 2, wrap: Callable[..., Any] = layer, **settings: Any) -> Any:
+def trained(
+    module: nn.Module,
+    source: Any,
+    epochs: int = 2,
+    wrap: Callable[..., Any] = layer,
+    inner: Callable[..., Any] = Trainer,
+    **settings: Any,
+) -> Any:
     settings = {**SETTINGS, "batch_size": GLOBAL_BATCH // world(), **settings}
-    trainer = wrap(Trainer(module, "cpu", **{name: it for name, it in settings.items() if it is not None}))
+    trainer = wrap(inner(module, "cpu", **{name: it for name, it in settings.items() if it is not None}))
     history = trainer.fit(source, data(17, source[0].dtype), max_length=Epochs(epochs))
     rows = [history.get_latest_metric(name) for name in ("train_loss", "valid_loss", "valid_accuracy")]
     return {"weights": weights(module), "metrics": rows, "progress": trainer.context.progress.state_dict()}
@@ -156,6 +163,49 @@ def alternating_layers(folder: Path) -> Any:
     module = model()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.3, momentum=0.9)
     return trained(module, data(48), epochs=3, optimizer=optimizer, callbacks=[Alternates()], **OWN_RATES)
+
+
+class TwoParts(Trainer):
+    """Two optimizers: one for the last layer of the model, one for the first."""
+
+    def get_optimizer(self, model: nn.Module) -> Any:
+        parts: Any = model
+        return [torch.optim.SGD(part.parameters(), lr=0.2, momentum=0.5) for part in (parts[2], parts[0])]
+
+
+@case
+def idle_inside_a_window_of_two_optimizers(folder: Path) -> Any:
+    # Some processes have no batch in the last two steps of the last window of four.
+    settings = {"inner": TwoParts, "accumulation_steps": 4, "gradient_clip": 0.1, **OWN_RATES}
+    return trained(model(), data(30), **settings)
+
+
+def steps_in_turns(trainer: Any, batch: Any) -> dict[str, Any]:
+    """Step the optimizers by hand: the first one twice, the second one in every second batch."""
+    inputs, targets = batch
+    context = trainer.context
+    first, second = context.optimizers
+
+    def loss() -> Tensor:
+        return nn.functional.cross_entropy(trainer.model(inputs), targets)
+
+    before = loss()
+    context.backward(before)
+    context.step(first, zero_grad=context.progress.batch != 4)
+    context.backward(loss())
+    context.step(first)
+    if context.progress.batches % 2 == 0:
+        context.backward(0.5 * loss())
+        context.step(second)
+    return {"loss": before.detach()}
+
+
+@case
+def idle_inside_a_window_of_manual_steps(folder: Path) -> Any:
+    settings = {"inner": TwoParts, "train_step": steps_in_turns, "accumulation_steps": 3, **OWN_RATES}
+    runs = [trained(model(), data(size), **settings) for size in (42, 51, 54)]
+    joined = {name: [number for run in runs for number in run[name]] for name in ("weights", "metrics")}
+    return {**joined, "progress": [run["progress"] for run in runs]}
 
 
 @case

@@ -32,6 +32,8 @@ EXACT = [
     "clipping",
     "accumulation",
     "idle_inside_a_window",
+    "idle_inside_a_window_of_two_optimizers",
+    "idle_inside_a_window_of_manual_steps",
     "alternating_layers",
     "graphs_of_gradients",
     "complex_parameters",

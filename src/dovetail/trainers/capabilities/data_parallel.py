@@ -24,6 +24,7 @@ from dovetail.trainers.capabilities.auto_batch import AutoBatch
 from dovetail.trainers.capabilities.compression import Compression, as_compression
 from dovetail.trainers.capabilities.core import Capability
 from dovetail.trainers.capabilities.exchanges import Exchanges
+from dovetail.trainers.capabilities.idle import IdleWindow
 from dovetail.trainers.capabilities.timed import Timed
 from dovetail.trainers.context import Stage
 from dovetail.trainers.counts import TOKEN_UNIT, join_on_device, whole_number
@@ -275,7 +276,11 @@ class DataParallel(Capability):
         exchanges = self._exchanges
         # Not before the last backward pass: a step by hand may call it several times, and a window has several batches.
         is_last = window.closes and not run.batch.optimized
-        if not exchanges.overlapping or kwargs or not is_last or turn.gradients is not None:
+        if turn.idle is not None:
+            with turn.idle.dropping():
+                super().backward(loss, **kwargs)
+            return
+        if not exchanges.overlapping or kwargs or not is_last:
             super().backward(loss, **kwargs)
             return
         weight, factor = window.items if window.size > 1 else run.num_items, None
@@ -321,7 +326,7 @@ class DataParallel(Capability):
             (samples, tokens), flags = group.sum_with_events(counts, self._flags())
             turn.extras = [samples, *flags, 0, tokens]
         records, *flags, high, low = turn.extras
-        turn.samples, turn.tokens, turn.extras, turn.gradients = 0, late, None, None
+        turn.samples, turn.tokens, turn.extras, turn.idle = 0, late, None, None
         notes.num_records, on_device = round(records), isinstance(high, Tensor)
         notes.num_tokens = join_on_device(high, low) if on_device else round(high) * TOKEN_UNIT + round(low)
         if notes.optimized and self._plans_by_tokens():
@@ -383,13 +388,8 @@ class DataParallel(Capability):
 
     def _store_gradients(self) -> None:
         """Store the gradients of the running window, before an idle batch with weight zero adds to them."""
-        window, turn = self.context.run.window, self._turn
-        if turn.gradients is None:
-            trained = [it for each in self.context.optimizers for group in each.param_groups for it in group["params"]]
-            # The same division as at the end of the window, by the items that count.
-            factor = window.correction
-            turn.gradients = [(it, None if it.grad is None else it.grad * factor) for it in trained]
-            turn.items = window.items
+        if self._turn.idle is None:
+            self._turn.idle = IdleWindow(self.context.run.window, self.context.optimizers)
 
     def _copy_buffers(self, group: Group) -> None:
         model = self.context.model
@@ -402,10 +402,9 @@ class DataParallel(Capability):
         context, turn = self.context, self._turn
         if context.progress.batch >= turn.own:
             weight, samples, tokens = 0, turn.samples, turn.tokens
-            if turn.gradients is not None:
-                weight = turn.items
-                for parameter, gradient in turn.gradients:
-                    parameter.grad = gradient
+            if turn.idle is not None:
+                weight = turn.idle.items
+                turn.idle.restore(optimizer)
         else:
             weight = context.run.window.items if context.run.window.size > 1 else context.run.num_items
             samples = turn.samples + context.run.batch.num_samples
@@ -466,7 +465,7 @@ class DataParallel(Capability):
 class _StepState:
     """State of this process in the running step."""
 
-    __slots__ = ("agreed", "extras", "gradients", "items", "own", "randomness", "samples", "tokens")
+    __slots__ = ("agreed", "extras", "idle", "own", "randomness", "samples", "tokens")
 
     def __init__(self) -> None:
         # The steps of an epoch, if all processes reported the same number.
@@ -478,8 +477,7 @@ class _StepState:
         # Tokens of these batches, and of a last batch whose tokens were returned after its gradients were sent.
         self.tokens: Any = 0
         # Gradients and items of the running window, if this process has batches for only a part of it.
-        self.gradients: list[tuple[Tensor, Tensor | None]] | None = None
-        self.items: Any = 0
+        self.idle: IdleWindow | None = None
         # The RNG state before an idle batch.
         self.randomness: Any = None
         # Sums of the numbers that were sent with the first gradients of the running step.
