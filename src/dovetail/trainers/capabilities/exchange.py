@@ -107,6 +107,16 @@ class GradientExchange:
                 bucket.codec.load(states[: len(bucket.parts)])
                 del states[: len(bucket.parts)]
 
+    def continue_from(self, earlier: GradientExchange) -> None:
+        """Take over the state of the compression from an exchange of the same optimizer, by parameter."""
+        states: dict[Tensor, Mapping[str, Tensor]] = {}
+        for bucket in earlier.buckets:
+            if bucket.codec is not None:
+                states.update(zip(bucket.parameters, bucket.codec.state(), strict=True))
+        for bucket in self.buckets:
+            if bucket.codec is not None:
+                bucket.codec.load([states.get(parameter, {}) for parameter in bucket.parameters])
+
     @property
     def overlaps(self) -> bool:
         """True if gradients can be sent while the backward pass runs."""
