@@ -22,7 +22,15 @@ from dovetail.callbacks import EMA, Callback
 from dovetail.compat import zae_engine
 from dovetail.distributed import PeerError
 from dovetail.errors import ConfigError
-from dovetail.trainers import AMPTrainer, AutoBatchTrainer, DDPTrainer, SingleProcessAMP, Trainer, WholePass
+from dovetail.trainers import (
+    AMPTrainer,
+    AutoBatchTrainer,
+    DDPTrainer,
+    FSDPTrainer,
+    SingleProcessAMP,
+    Trainer,
+    WholePass,
+)
 from dovetail.trainers.reuse import reset
 
 CASES: dict[str, Callable[..., Any]] = {}
@@ -494,6 +502,39 @@ def closures(folder: Path) -> Any:
     except ConfigError as error:
         return str(error)
     return None
+
+
+def words() -> tuple[Tensor, Tensor]:
+    found = torch.randint(0, 10, (24, 2), generator=torch.Generator().manual_seed(1))
+    return found, found[:, 0] % 8
+
+
+def embedding() -> nn.Module:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Flatten())
+
+
+@case
+def impossible_models(folder: Path) -> Any:
+    """The messages about models and optimizers that several processes cannot train."""
+    lazy = nn.Sequential(nn.Linear(5, 4), nn.LazyLinear(2)).double()
+    sparse = embedding()
+    own = torch.optim.SparseAdam(list(sparse.parameters()))
+    by_name = {"weight_decay": 0.0, "optim_function": "SGD"}
+    kinds: list[tuple[str, Any, nn.Module, dict[str, Any]]] = [
+        ("lazy", data(24), lazy, by_name),
+        ("sparse", words(), embedding(), by_name),
+        ("sparse optimizer", words(), sparse, {"optimizer": own}),
+    ]
+    found = {}
+    for name, source, module, settings in kinds:
+        for wrap in [DDPTrainer, FSDPTrainer] if world() > 1 else [Trainer]:
+            trainer = Trainer(module, "cpu", batch_size=6, verbose=False, **settings)
+            try:
+                (wrap(trainer) if world() > 1 else trainer).fit(source, max_length=Epochs(1))
+            except ConfigError as error:
+                found[f"{name} {wrap.__name__}"] = str(error)
+    return found
 
 
 # ------------------------------------------------------------------ agreement

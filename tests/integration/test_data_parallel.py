@@ -132,6 +132,19 @@ def test_an_optimizer_with_a_closure_is_rejected(results: Results, size: int) ->
 
 
 @sizes
+def test_models_that_several_processes_cannot_train_are_rejected(results: Results, size: int) -> None:
+    assert results[1][0]["impossible_models"] == {}
+    for each in results[size]:
+        found = each["impossible_models"]
+        for layer in ("DDPTrainer", "FSDPTrainer"):
+            assert found[f"lazy {layer}"].startswith("module '1' (LazyLinear) has no weights before its first batch")
+        assert "(SparseAdam) cannot work in several processes" in found["sparse optimizer DDPTrainer"]
+        assert found["sparse optimizer FSDPTrainer"].startswith("module '0' (Embedding) computes sparse gradients")
+        # Copies of a model average sparse gradients as dense ones.
+        assert "sparse DDPTrainer" not in found
+
+
+@sizes
 def test_a_stop_request_in_one_process_stops_all_at_the_same_update(results: Results, size: int) -> None:
     first, *others = [each["stop"] for each in results[size]]
     assert all(other == first for other in others)

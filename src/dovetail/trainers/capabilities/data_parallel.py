@@ -26,6 +26,7 @@ from dovetail.trainers.capabilities.core import Capability
 from dovetail.trainers.capabilities.exchanges import Exchanges
 from dovetail.trainers.capabilities.idle import IdleWindow
 from dovetail.trainers.capabilities.timed import Timed
+from dovetail.trainers.capabilities.trainable import check_weights
 from dovetail.trainers.context import Stage
 from dovetail.trainers.counts import TOKEN_UNIT, join_on_device, whole_number
 from dovetail.trainers.devices import check_device
@@ -141,6 +142,7 @@ class DataParallel(Capability):
         context.process.num_processes = everyone.size
         context.callbacks.mute(is_main=context.process.is_main)
         is_fresh = context.progress.batches == 0
+        check_weights(context.model)
         self._divide(group)
         # Before an inner layer builds a loader, whose order must be the same in all processes.
         context.state["order_seed"] = group.exchange({"seed": context.state["order_seed"]})[0]["seed"]
