@@ -9,6 +9,7 @@ import json
 import os
 import runpy
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from dovetail import Batches, Epochs, Tokens
 from dovetail.callbacks import EMA, Callback
 from dovetail.compat import zae_engine
 from dovetail.distributed import PeerError
+from dovetail.distributed import whole as whole_tensor
 from dovetail.errors import ConfigError
 from dovetail.trainers import (
     AMPTrainer,
@@ -67,7 +69,7 @@ def model(dtype: torch.dtype = torch.float64) -> nn.Module:
 
 
 def weights(module: nn.Module) -> list[float]:
-    values = (it.detach() for it in module.parameters())
+    values = (whole_tensor(it).detach() for it in module.parameters())
     real = (torch.view_as_real(it) if it.is_complex() else it for it in values)
     return torch.cat([it.double().flatten() for it in real]).tolist()
 
@@ -112,8 +114,6 @@ def evaluation(folder: Path) -> Any:
     whole = WholePass(lambda outputs, targets: (outputs[:, 0] * targets).square().mean().sqrt())
     metrics = {"f1": MulticlassF1Score(2), "share": one_hot_share, "whole": whole, "auroc": "auroc"}
     trainer = layer(Trainer(model(), "cpu", metrics=metrics, val_batch_size=2, verbose=False))
-    import warnings
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return [{name: str(value) for name, value in trainer.evaluate(data(size)).items()} for size in range(34)]
@@ -211,9 +211,7 @@ def steps_in_turns(trainer: Any, batch: Any) -> dict[str, Any]:
 @case
 def idle_inside_a_window_of_manual_steps(folder: Path) -> Any:
     settings = {"inner": TwoParts, "train_step": steps_in_turns, "accumulation_steps": 3, **OWN_RATES}
-    runs = [trained(model(), data(size), **settings) for size in (42, 51, 54)]
-    joined = {name: [number for run in runs for number in run[name]] for name in ("weights", "metrics")}
-    return {**joined, "progress": [run["progress"] for run in runs]}
+    return join([trained(model(), data(size), **settings) for size in (42, 51, 54)])
 
 
 @case
@@ -225,7 +223,10 @@ def graphs_of_gradients(folder: Path) -> Any:
         trainer.context.step()
         return {"loss": loss.detach()}
 
-    return trained(model(), data(53), train_step=train_step)
+    with warnings.catch_warnings():
+        # Torch warns of the reference cycle of a gradient and its graph.
+        warnings.simplefilter("ignore")
+        return trained(model(), data(53), train_step=train_step)
 
 
 class Complex(nn.Module):
@@ -245,6 +246,12 @@ class Complex(nn.Module):
 @case
 def complex_parameters(folder: Path) -> Any:
     return trained(Complex(), data(53), gradient_clip=0.5)
+
+
+def join(runs: list[Any]) -> Any:
+    """Return the results of several runs as one."""
+    joined = {name: [number for run in runs for number in run[name]] for name in ("weights", "metrics")}
+    return {**joined, "progress": [run["progress"] for run in runs]}
 
 
 @case
@@ -462,6 +469,16 @@ def seen(source: Any, epochs: int = 1, **settings: Any) -> dict[str, Any]:
     return {"samples": watch.samples, "batches": watch.batches, "weights": weights(module)}
 
 
+class CountingLoss(nn.CrossEntropyLoss):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(outputs, targets)
+
+
 @case
 def stream(folder: Path) -> Any:
     return seen(DataLoader(Stream(), batch_size=4))
@@ -482,6 +499,53 @@ def generator_without_length(folder: Path) -> Any:
 def shuffled_by_torch(folder: Path) -> Any:
     torch.manual_seed(rank())
     return seen(DataLoader(TensorDataset(*data(29)), batch_size=4, shuffle=True))
+
+
+class Uneven(DistributedSampler[Any]):
+    """Gives the first process its first two batches of four samples only."""
+
+    def __iter__(self) -> Iterator[Any]:
+        numbers = list(super().__iter__())
+        return iter(numbers[:8] if rank() == 0 < world() - 1 else numbers)
+
+    def __len__(self) -> int:
+        return 8 if rank() == 0 < world() - 1 else super().__len__()
+
+
+class Counts(nn.Module):
+    """Has two buffers: the number of its calls, in place, and the sum of its inputs, in a new tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("total", torch.zeros(5, dtype=torch.float64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+            self.total = self.total + inputs.detach().sum(dim=0)
+        return inputs
+
+
+@case
+def buffers_of_idle_batches(folder: Path) -> Any:
+    """Buffers of the model and of the loss, and the mean over the samples of this process."""
+    inputs, targets = data(48)
+    dataset = TensorDataset(inputs, targets)
+    sampler: Any = Uneven(dataset, num_replicas=world(), rank=rank(), shuffle=False)
+    torch.manual_seed(7)
+    module = nn.Sequential(Counts(), nn.BatchNorm1d(5, momentum=None), nn.Linear(5, 2)).double()
+    criterion = CountingLoss()
+    trainer = layer(Trainer(module, "cpu", criterion=criterion, **SETTINGS))
+    trainer.fit(DataLoader(dataset, batch_size=4, sampler=sampler), max_length=Epochs(2))
+    own = torch.stack(torch.split(inputs[list(sampler)], 4)).mean(dim=1).mean(dim=0)
+    counts, norm = module[0], module[1]
+    return {
+        "batches": len(list(sampler)) // 4 * 2,
+        "calls": [float(it) for it in (counts.calls, norm.num_batches_tracked, criterion.calls)],
+        "mean": own.tolist(),
+        "means": [(counts.total / counts.calls / 4).tolist(), norm.running_mean.tolist()],
+    }
 
 
 @case

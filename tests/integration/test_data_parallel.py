@@ -125,6 +125,16 @@ def test_a_distributed_sampler_is_kept(results: Results, size: int) -> None:
 
 
 @sizes
+def test_batches_with_weight_zero_change_no_buffer(results: Results, size: int) -> None:
+    found = [each["buffers_of_idle_batches"] for each in (*results[1], *results[size])]
+    # The first process has two batches in each of two epochs.
+    assert found[1]["batches"] == 4
+    for each in found:
+        assert each["calls"] == [each["batches"]] * 3
+        assert each["means"] == [nearly(each["mean"], 1e-12)] * 2
+
+
+@sizes
 def test_an_optimizer_with_a_closure_is_rejected(results: Results, size: int) -> None:
     assert results[1][0]["closures"] is None
     for each in results[size]:

@@ -11,7 +11,8 @@ from math import inf
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from dovetail.accelerators import device_of_process
@@ -24,7 +25,7 @@ from dovetail.trainers.capabilities.auto_batch import AutoBatch
 from dovetail.trainers.capabilities.compression import Compression, as_compression
 from dovetail.trainers.capabilities.core import Capability
 from dovetail.trainers.capabilities.exchanges import Exchanges
-from dovetail.trainers.capabilities.idle import IdleWindow
+from dovetail.trainers.capabilities.idle import IdleBatch, IdleWindow
 from dovetail.trainers.capabilities.timed import Timed
 from dovetail.trainers.capabilities.trainable import check_weights
 from dovetail.trainers.context import Stage
@@ -265,7 +266,10 @@ class DataParallel(Capability):
     def to_device(self, batch: Any) -> Any:
         """Mark the batch as idle if this process has no batch left."""
         if self.context.progress.batch >= self._turn.own and self.context.stage == "train":
-            self._turn.randomness = rng_state()
+            # The processes update the statistics of synchronised norms alike.
+            kinds = () if self._norm_sync is None else _BatchNorm
+            modules = (it for root in self._modules() for it in root.modules() if not isinstance(it, kinds))
+            self._turn.before = IdleBatch(modules)
             self.context.run.batch.is_idle = True
             if not self.context.run.window.closes:
                 self._store_gradients()
@@ -313,8 +317,8 @@ class DataParallel(Capability):
         notes = context.run.batch
         if context.progress.batch >= turn.own:
             notes.num_samples, notes.num_tokens, notes.is_idle = 0, 0, False
-            # Restore the RNG: an idle batch must not consume random numbers.
-            set_rng_state(turn.randomness)
+            if turn.before is not None:
+                turn.before.restore()
         if not context.run.window.closes:
             turn.samples += notes.num_samples
             turn.tokens = turn.tokens + whole_number(notes.num_tokens)
@@ -393,11 +397,14 @@ class DataParallel(Capability):
         if self._turn.idle is None:
             self._turn.idle = IdleWindow(self.context.run.window, self.context.optimizers)
 
+    def _modules(self) -> list[nn.Module]:
+        """Return the model, and the criterion if it is a module."""
+        return [it for it in (self.context.model, self.criterion) if isinstance(it, nn.Module)]
+
     def _copy_buffers(self, group: Group) -> None:
-        model = self.context.model
-        if model is not None:
-            with torch.no_grad():
-                group.copy_first(map(own_part, model.buffers()))
+        with torch.no_grad():
+            for module in self._modules():
+                group.copy_first(map(own_part, module.buffers()))
 
     def _average(self, group: Group, optimizer: Optimizer) -> None:
         """Average an optimizer's gradients over all processes; counts and stop flags are sent in the same message."""
@@ -467,7 +474,7 @@ class DataParallel(Capability):
 class _StepState:
     """State of this process in the running step."""
 
-    __slots__ = ("agreed", "extras", "idle", "own", "randomness", "samples", "tokens")
+    __slots__ = ("agreed", "before", "extras", "idle", "own", "samples", "tokens")
 
     def __init__(self) -> None:
         # The steps of an epoch, if all processes reported the same number.
@@ -480,8 +487,8 @@ class _StepState:
         self.tokens: Any = 0
         # Gradients and items of the running window, if this process has batches for only a part of it.
         self.idle: IdleWindow | None = None
-        # The RNG state before an idle batch.
-        self.randomness: Any = None
+        # The RNG state and the buffers before an idle batch.
+        self.before: IdleBatch | None = None
         # Sums of the numbers that were sent with the first gradients of the running step.
         self.extras: list[Any] | None = None
 

@@ -1,4 +1,4 @@
-"""State that a batch with weight zero must not change: gradients of the accumulation window."""
+"""State that a batch with weight zero must not change: random numbers, buffers, gradients of the window."""
 
 from __future__ import annotations
 
@@ -7,9 +7,38 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
+from dovetail.distributed import own_part
+from dovetail.trainers.randomness import rng_state, set_rng_state
 from dovetail.trainers.window import Window
+
+
+class IdleBatch:
+    """Random numbers and buffers before a batch with weight zero, which must not change them.
+
+    Args:
+        modules: The modules whose buffers depend on the batches of this process alone.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._randomness = rng_state()
+        self._buffers = [
+            (module._buffers, name, buffer, own_part(buffer).clone())
+            for module in modules
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    def restore(self) -> None:
+        """Restore the random number generators and the buffers, such as running statistics."""
+        set_rng_state(self._randomness)
+        with torch.no_grad():
+            for owner, name, buffer, values in self._buffers:
+                own_part(buffer).copy_(values)
+                # A module may have replaced the tensor.
+                owner[name] = buffer
 
 
 class IdleWindow:
