@@ -248,10 +248,49 @@ def complex_parameters(folder: Path) -> Any:
     return trained(Complex(), data(53), gradient_clip=0.5)
 
 
+class WeightedClasses(nn.Module):
+    """Cross entropy with learnable weights of the classes, which every process draws itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(rank())
+        self.weights = nn.Parameter(torch.rand(2, dtype=torch.float64))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs * self.weights, targets)
+
+
+def parameters_outside(wrap: Callable[..., Any]) -> Any:
+    """Train parameters of the loss, and parameters that only the optimizer has."""
+    found = []
+    for is_known in (True, False):
+        module, loss = model(), WeightedClasses()
+
+        def train_step(trainer: Any, batch: Any, loss: nn.Module = loss) -> Any:
+            return {"loss": loss(trainer.model(batch[0]), batch[1])}
+
+        own: dict[str, Any] = {"criterion": loss} if is_known else {"train_step": train_step}
+        own |= {"metrics": {"accuracy": one_hot_share}, **OWN_RATES}
+        optimizer = torch.optim.SGD([*module.parameters(), *loss.parameters()], lr=0.3, momentum=0.9)
+        result = trained(module, data(53), wrap=wrap, optimizer=optimizer, **own)
+        found.append({**result, "weights": result["weights"] + weights(loss)})
+    return join(found)
+
+
 def join(runs: list[Any]) -> Any:
     """Return the results of several runs as one."""
     joined = {name: [number for run in runs for number in run[name]] for name in ("weights", "metrics")}
     return {**joined, "progress": [run["progress"] for run in runs]}
+
+
+@case
+def parameters_outside_of_the_model(folder: Path) -> Any:
+    return parameters_outside(layer)
+
+
+@case
+def parameters_outside_of_a_sharded_model(folder: Path) -> Any:
+    return parameters_outside(FSDPTrainer if world() > 1 else layer)
 
 
 @case

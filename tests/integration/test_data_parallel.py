@@ -37,6 +37,8 @@ EXACT = [
     "alternating_layers",
     "graphs_of_gradients",
     "complex_parameters",
+    "parameters_outside_of_the_model",
+    "parameters_outside_of_a_sharded_model",
     "less_data_than_processes",
     "counted_items",
     "counted_tokens",

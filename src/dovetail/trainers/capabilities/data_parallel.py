@@ -26,6 +26,7 @@ from dovetail.trainers.capabilities.compression import Compression, as_compressi
 from dovetail.trainers.capabilities.core import Capability
 from dovetail.trainers.capabilities.exchanges import Exchanges
 from dovetail.trainers.capabilities.idle import IdleBatch, IdleWindow
+from dovetail.trainers.capabilities.outside import copy_criterion, copy_trained
 from dovetail.trainers.capabilities.timed import Timed
 from dovetail.trainers.capabilities.trainable import check_weights
 from dovetail.trainers.context import Stage
@@ -149,6 +150,7 @@ class DataParallel(Capability):
         context.state["order_seed"] = group.exchange({"seed": context.state["order_seed"]})[0]["seed"]
         super().setup()
         self._start_alike(group)
+        copy_criterion(group, context.model, self.criterion)
         if self._syncs_norms and group.size > 1 and context.model is not None:
             assert context.run.trainer is not None
             if any(isinstance(layer, AutoBatch) for layer in layers(context.run.trainer)):
@@ -240,6 +242,10 @@ class DataParallel(Capability):
             self._copy_buffers(group)
             return own
         self._turn.own = inf
+        if not self._turn.is_alike:
+            # Not in `setup`, because strategies may prepare the inputs of an optimizer after it.
+            copy_trained(group, context.model, context.optimizers)
+            self._turn.is_alike = True
         self._prepare_exchanges(group)
         return self._padded(group, own, super().num_batches(stage))
 
@@ -474,9 +480,11 @@ class DataParallel(Capability):
 class _StepState:
     """State of this process in the running step."""
 
-    __slots__ = ("agreed", "before", "extras", "idle", "own", "samples", "tokens")
+    __slots__ = ("agreed", "before", "extras", "idle", "is_alike", "own", "samples", "tokens")
 
     def __init__(self) -> None:
+        # True if parameters outside of the model were copied from the first process.
+        self.is_alike = False
         # The steps of an epoch, if all processes reported the same number.
         self.agreed: int | None = None
         # Number of steps for which this process has batches.
