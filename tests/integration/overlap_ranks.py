@@ -377,7 +377,7 @@ def compressed(
 ) -> Any:
     module = make()
     places = {} if folder is None else {"checkpoint_dir": folder, "save_every": 5}
-    settings = {**SETTINGS, "learning_rate": 0.1, "callbacks": list(callbacks), **places}
+    settings: dict[str, Any] = {**SETTINGS, "learning_rate": 0.1, "callbacks": list(callbacks), **places}
     trainer = DDPTrainer(Trainer(module, "cpu", **settings), bucket_size=size, compression=compression)
     history = trainer.fit(data(240), max_length=length, **fit)
     return flat(module), sum(history.losses[-5:])
