@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -366,10 +366,18 @@ class Wide(nn.Module):
         return self.layers(inputs)
 
 
-def compressed(folder: Path | None, compression: Any, length: Any, size: int = 2000, **fit: Any) -> Any:
-    module = Wide()
+def compressed(
+    folder: Path | None,
+    compression: Any,
+    length: Any,
+    size: int = 2000,
+    make: Callable[[], Wide] = Wide,
+    callbacks: Iterable[Callback] = (),
+    **fit: Any,
+) -> Any:
+    module = make()
     places = {} if folder is None else {"checkpoint_dir": folder, "save_every": 5}
-    settings = {**SETTINGS, "learning_rate": 0.1, **places}
+    settings: dict[str, Any] = {**SETTINGS, "learning_rate": 0.1, "callbacks": list(callbacks), **places}
     trainer = DDPTrainer(Trainer(module, "cpu", **settings), bucket_size=size, compression=compression)
     history = trainer.fit(data(240), max_length=length, **fit)
     return flat(module), sum(history.losses[-5:])
@@ -397,6 +405,36 @@ def compression_resumed(folder: Path) -> Any:
         halves = compressed(place / "halves", kind, Epochs(1), resume="auto")
         found[name] = [whole[0], halves[0]]
     return found
+
+
+class Spare(Wide):
+    """Has a parameter without gradients in every bucket, so that freezing it changes only the buckets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.ParameterList([torch.zeros(100) for _ in range(3)])
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        found = list(super().parameters(recurse))
+        rest, spare = found[:-3], found[-3:]
+        for number, parameter in enumerate(rest):
+            yield parameter
+            yield from spare[number // 2 : number // 2 + number % 2]
+
+
+class FreezesSpare(Callback):
+    def on_step_start(self, context: Any, batch: Any) -> None:
+        context.model.spare.requires_grad_(context.progress.batches != 7)
+
+
+@case
+def compression_after_freezing(folder: Path) -> Any:
+    settings: dict[str, Any] = {"length": Batches(12), "make": Spare}
+    kinds = {"bf16": "bf16", "fp16": "fp16", "powersgd": PowerSGD(rank=2, warm_up=3)}
+    return {
+        name: [compressed(None, kind, callbacks=its, **settings)[0] for its in ([], [FreezesSpare()])]
+        for name, kind in kinds.items()
+    }
 
 
 @case

@@ -9,6 +9,7 @@ import json
 import os
 import runpy
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,17 @@ from dovetail import Batches, Epochs, Tokens
 from dovetail.callbacks import EMA, Callback
 from dovetail.compat import zae_engine
 from dovetail.distributed import PeerError
+from dovetail.distributed import whole as whole_tensor
 from dovetail.errors import ConfigError
-from dovetail.trainers import AMPTrainer, AutoBatchTrainer, DDPTrainer, SingleProcessAMP, Trainer, WholePass
+from dovetail.trainers import (
+    AMPTrainer,
+    AutoBatchTrainer,
+    DDPTrainer,
+    FSDPTrainer,
+    SingleProcessAMP,
+    Trainer,
+    WholePass,
+)
 from dovetail.trainers.reuse import reset
 
 CASES: dict[str, Callable[..., Any]] = {}
@@ -59,7 +69,9 @@ def model(dtype: torch.dtype = torch.float64) -> nn.Module:
 
 
 def weights(module: nn.Module) -> list[float]:
-    return torch.cat([parameter.detach().double().flatten() for parameter in module.parameters()]).tolist()
+    values = (whole_tensor(it).detach() for it in module.parameters())
+    real = (torch.view_as_real(it) if it.is_complex() else it for it in values)
+    return torch.cat([it.double().flatten() for it in real]).tolist()
 
 
 SETTINGS: dict[str, Any] = {
@@ -73,9 +85,16 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def trained(module: nn.Module, source: Any, epochs: int = 2, wrap: Callable[..., Any] = layer, **settings: Any) -> Any:
+def trained(
+    module: nn.Module,
+    source: Any,
+    epochs: int = 2,
+    wrap: Callable[..., Any] = layer,
+    inner: Callable[..., Any] = Trainer,
+    **settings: Any,
+) -> Any:
     settings = {**SETTINGS, "batch_size": GLOBAL_BATCH // world(), **settings}
-    trainer = wrap(Trainer(module, "cpu", **settings))
+    trainer = wrap(inner(module, "cpu", **{name: it for name, it in settings.items() if it is not None}))
     history = trainer.fit(source, data(17, source[0].dtype), max_length=Epochs(epochs))
     rows = [history.get_latest_metric(name) for name in ("train_loss", "valid_loss", "valid_accuracy")]
     return {"weights": weights(module), "metrics": rows, "progress": trainer.context.progress.state_dict()}
@@ -95,8 +114,6 @@ def evaluation(folder: Path) -> Any:
     whole = WholePass(lambda outputs, targets: (outputs[:, 0] * targets).square().mean().sqrt())
     metrics = {"f1": MulticlassF1Score(2), "share": one_hot_share, "whole": whole, "auroc": "auroc"}
     trainer = layer(Trainer(model(), "cpu", metrics=metrics, val_batch_size=2, verbose=False))
-    import warnings
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return [{name: str(value) for name, value in trainer.evaluate(data(size)).items()} for size in range(34)]
@@ -134,6 +151,146 @@ def accumulation(folder: Path) -> Any:
 def idle_inside_a_window(folder: Path) -> Any:
     # The last window has two steps, and in its second one some processes have no batch.
     return trained(model(), data(42), accumulation_steps=2, gradient_clip=0.1)
+
+
+# The optimizers of these cases have their own rates.
+OWN_RATES: dict[str, Any] = dict.fromkeys(("optim_function", "learning_rate", "momentum", "weight_decay"))
+
+
+class Alternates(Callback):
+    """Trains the first layer in the first epoch, the last one in the second, and so on: equally many parameters."""
+
+    def on_epoch_start(self, context: Any) -> None:
+        is_even = context.progress.epoch % 2 == 0
+        context.model[0].requires_grad_(is_even)
+        context.model[2].requires_grad_(not is_even)
+
+
+@case
+def alternating_layers(folder: Path) -> Any:
+    module = model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.3, momentum=0.9)
+    return trained(module, data(48), epochs=3, optimizer=optimizer, callbacks=[Alternates()], **OWN_RATES)
+
+
+class TwoParts(Trainer):
+    """Two optimizers: one for the last layer of the model, one for the first."""
+
+    def get_optimizer(self, model: nn.Module) -> Any:
+        parts: Any = model
+        return [torch.optim.SGD(part.parameters(), lr=0.2, momentum=0.5) for part in (parts[2], parts[0])]
+
+
+@case
+def idle_inside_a_window_of_two_optimizers(folder: Path) -> Any:
+    # Some processes have no batch in the last two steps of the last window of four.
+    settings = {"inner": TwoParts, "accumulation_steps": 4, "gradient_clip": 0.1, **OWN_RATES}
+    return trained(model(), data(30), **settings)
+
+
+def steps_in_turns(trainer: Any, batch: Any) -> dict[str, Any]:
+    """Step the optimizers by hand: the first one twice, the second one in every second batch."""
+    inputs, targets = batch
+    context = trainer.context
+    first, second = context.optimizers
+
+    def loss() -> Tensor:
+        return nn.functional.cross_entropy(trainer.model(inputs), targets)
+
+    before = loss()
+    context.backward(before)
+    context.step(first, zero_grad=context.progress.batch != 4)
+    context.backward(loss())
+    context.step(first)
+    if context.progress.batches % 2 == 0:
+        context.backward(0.5 * loss())
+        context.step(second)
+    return {"loss": before.detach()}
+
+
+@case
+def idle_inside_a_window_of_manual_steps(folder: Path) -> Any:
+    settings = {"inner": TwoParts, "train_step": steps_in_turns, "accumulation_steps": 3, **OWN_RATES}
+    return join([trained(model(), data(size), **settings) for size in (42, 51, 54)])
+
+
+@case
+def graphs_of_gradients(folder: Path) -> Any:
+    def train_step(trainer: Any, batch: Any) -> dict[str, Any]:
+        inputs, targets = batch
+        loss = nn.functional.cross_entropy(trainer.model(inputs), targets)
+        trainer.context.backward(loss, create_graph=True)
+        trainer.context.step()
+        return {"loss": loss.detach()}
+
+    with warnings.catch_warnings():
+        # Torch warns of the reference cycle of a gradient and its graph.
+        warnings.simplefilter("ignore")
+        return trained(model(), data(53), train_step=train_step)
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.inner, self.outer = nn.Linear(5, 4), nn.Linear(4, 2)
+        self.turns = nn.Parameter(torch.randn(3, 4, dtype=torch.complex128))
+        self.more = nn.Parameter(torch.randn(4, 2, dtype=torch.complex128))
+        self.double()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        turned = self.inner(inputs).tanh() * self.turns.prod(dim=0)
+        return (turned @ self.more).real + self.outer(turned.abs())  # type: ignore[no-any-return]  # untyped module
+
+
+@case
+def complex_parameters(folder: Path) -> Any:
+    return trained(Complex(), data(53), gradient_clip=0.5)
+
+
+class WeightedClasses(nn.Module):
+    """Cross entropy with learnable weights of the classes, which every process draws itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(rank())
+        self.weights = nn.Parameter(torch.rand(2, dtype=torch.float64))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs * self.weights, targets)
+
+
+def parameters_outside(wrap: Callable[..., Any]) -> Any:
+    """Train parameters of the loss, and parameters that only the optimizer has."""
+    found = []
+    for is_known in (True, False):
+        module, loss = model(), WeightedClasses()
+
+        def train_step(trainer: Any, batch: Any, loss: nn.Module = loss) -> Any:
+            return {"loss": loss(trainer.model(batch[0]), batch[1])}
+
+        own: dict[str, Any] = {"criterion": loss} if is_known else {"train_step": train_step}
+        own |= {"metrics": {"accuracy": one_hot_share}, **OWN_RATES}
+        optimizer = torch.optim.SGD([*module.parameters(), *loss.parameters()], lr=0.3, momentum=0.9)
+        result = trained(module, data(53), wrap=wrap, optimizer=optimizer, **own)
+        found.append({**result, "weights": result["weights"] + weights(loss)})
+    return join(found)
+
+
+def join(runs: list[Any]) -> Any:
+    """Return the results of several runs as one."""
+    joined = {name: [number for run in runs for number in run[name]] for name in ("weights", "metrics")}
+    return {**joined, "progress": [run["progress"] for run in runs]}
+
+
+@case
+def parameters_outside_of_the_model(folder: Path) -> Any:
+    return parameters_outside(layer)
+
+
+@case
+def parameters_outside_of_a_sharded_model(folder: Path) -> Any:
+    return parameters_outside(FSDPTrainer if world() > 1 else layer)
 
 
 @case
@@ -351,6 +508,16 @@ def seen(source: Any, epochs: int = 1, **settings: Any) -> dict[str, Any]:
     return {"samples": watch.samples, "batches": watch.batches, "weights": weights(module)}
 
 
+class CountingLoss(nn.CrossEntropyLoss):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(outputs, targets)
+
+
 @case
 def stream(folder: Path) -> Any:
     return seen(DataLoader(Stream(), batch_size=4))
@@ -373,6 +540,53 @@ def shuffled_by_torch(folder: Path) -> Any:
     return seen(DataLoader(TensorDataset(*data(29)), batch_size=4, shuffle=True))
 
 
+class Uneven(DistributedSampler[Any]):
+    """Gives the first process its first two batches of four samples only."""
+
+    def __iter__(self) -> Iterator[Any]:
+        numbers = list(super().__iter__())
+        return iter(numbers[:8] if rank() == 0 < world() - 1 else numbers)
+
+    def __len__(self) -> int:
+        return 8 if rank() == 0 < world() - 1 else super().__len__()
+
+
+class Counts(nn.Module):
+    """Has two buffers: the number of its calls, in place, and the sum of its inputs, in a new tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("total", torch.zeros(5, dtype=torch.float64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+            self.total = self.total + inputs.detach().sum(dim=0)
+        return inputs
+
+
+@case
+def buffers_of_idle_batches(folder: Path) -> Any:
+    """Buffers of the model and of the loss, and the mean over the samples of this process."""
+    inputs, targets = data(48)
+    dataset = TensorDataset(inputs, targets)
+    sampler: Any = Uneven(dataset, num_replicas=world(), rank=rank(), shuffle=False)
+    torch.manual_seed(7)
+    module = nn.Sequential(Counts(), nn.BatchNorm1d(5, momentum=None), nn.Linear(5, 2)).double()
+    criterion = CountingLoss()
+    trainer = layer(Trainer(module, "cpu", criterion=criterion, **SETTINGS))
+    trainer.fit(DataLoader(dataset, batch_size=4, sampler=sampler), max_length=Epochs(2))
+    own = torch.stack(torch.split(inputs[list(sampler)], 4)).mean(dim=1).mean(dim=0)
+    counts, norm = module[0], module[1]
+    return {
+        "batches": len(list(sampler)) // 4 * 2,
+        "calls": [float(it) for it in (counts.calls, norm.num_batches_tracked, criterion.calls)],
+        "mean": own.tolist(),
+        "means": [(counts.total / counts.calls / 4).tolist(), norm.running_mean.tolist()],
+    }
+
+
 @case
 def distributed_sampler(folder: Path) -> Any:
     dataset = TensorDataset(*data(28))
@@ -391,6 +605,39 @@ def closures(folder: Path) -> Any:
     except ConfigError as error:
         return str(error)
     return None
+
+
+def words() -> tuple[Tensor, Tensor]:
+    found = torch.randint(0, 10, (24, 2), generator=torch.Generator().manual_seed(1))
+    return found, found[:, 0] % 8
+
+
+def embedding() -> nn.Module:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Flatten())
+
+
+@case
+def impossible_models(folder: Path) -> Any:
+    """The messages about models and optimizers that several processes cannot train."""
+    lazy = nn.Sequential(nn.Linear(5, 4), nn.LazyLinear(2)).double()
+    sparse = embedding()
+    own = torch.optim.SparseAdam(list(sparse.parameters()))
+    by_name = {"weight_decay": 0.0, "optim_function": "SGD"}
+    kinds: list[tuple[str, Any, nn.Module, dict[str, Any]]] = [
+        ("lazy", data(24), lazy, by_name),
+        ("sparse", words(), embedding(), by_name),
+        ("sparse optimizer", words(), sparse, {"optimizer": own}),
+    ]
+    found = {}
+    for name, source, module, settings in kinds:
+        for wrap in [DDPTrainer, FSDPTrainer] if world() > 1 else [Trainer]:
+            trainer = Trainer(module, "cpu", batch_size=6, verbose=False, **settings)
+            try:
+                (wrap(trainer) if world() > 1 else trainer).fit(source, max_length=Epochs(1))
+            except ConfigError as error:
+                found[f"{name} {wrap.__name__}"] = str(error)
+    return found
 
 
 # ------------------------------------------------------------------ agreement

@@ -32,6 +32,13 @@ EXACT = [
     "clipping",
     "accumulation",
     "idle_inside_a_window",
+    "idle_inside_a_window_of_two_optimizers",
+    "idle_inside_a_window_of_manual_steps",
+    "alternating_layers",
+    "graphs_of_gradients",
+    "complex_parameters",
+    "parameters_outside_of_the_model",
+    "parameters_outside_of_a_sharded_model",
     "less_data_than_processes",
     "counted_items",
     "counted_tokens",
@@ -120,10 +127,33 @@ def test_a_distributed_sampler_is_kept(results: Results, size: int) -> None:
 
 
 @sizes
+def test_batches_with_weight_zero_change_no_buffer(results: Results, size: int) -> None:
+    found = [each["buffers_of_idle_batches"] for each in (*results[1], *results[size])]
+    # The first process has two batches in each of two epochs.
+    assert found[1]["batches"] == 4
+    for each in found:
+        assert each["calls"] == [each["batches"]] * 3
+        assert each["means"] == [nearly(each["mean"], 1e-12)] * 2
+
+
+@sizes
 def test_an_optimizer_with_a_closure_is_rejected(results: Results, size: int) -> None:
     assert results[1][0]["closures"] is None
     for each in results[size]:
         assert "(LBFGS) cannot work in several processes" in each["closures"]
+
+
+@sizes
+def test_models_that_several_processes_cannot_train_are_rejected(results: Results, size: int) -> None:
+    assert results[1][0]["impossible_models"] == {}
+    for each in results[size]:
+        found = each["impossible_models"]
+        for layer in ("DDPTrainer", "FSDPTrainer"):
+            assert found[f"lazy {layer}"].startswith("module '1' (LazyLinear) has no weights before its first batch")
+        assert "(SparseAdam) cannot work in several processes" in found["sparse optimizer DDPTrainer"]
+        assert found["sparse optimizer FSDPTrainer"].startswith("module '0' (Embedding) computes sparse gradients")
+        # Copies of a model average sparse gradients as dense ones.
+        assert "sparse DDPTrainer" not in found
 
 
 @sizes

@@ -98,6 +98,13 @@ def test_resumed_equals_uninterrupted_with_compression(results: list[dict[str, A
         assert whole == halves
 
 
+@pytest.mark.parametrize("name", ["bf16", "fp16", "powersgd"])
+def test_freezing_an_unused_parameter_does_not_change_compression(results: list[dict[str, Any]], name: str) -> None:
+    for each in results:
+        always, frozen = each["compression_after_freezing"][name]
+        assert frozen == always
+
+
 def test_powersgd_of_the_full_rank_omits_only_rounding(results: list[dict[str, Any]]) -> None:
     for each in results:
         full, compressed = each["enough_ranks_lose_nothing"]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 
 from dovetail.errors import ConfigError
 from dovetail.trainers.bound_scheduler import bind_scheduler
@@ -62,6 +62,11 @@ class Optimization:
             set_run_lengths(trainer)
         if context.run.needs_closure:
             _check_closure(context)
+        if context.process.has_peers and any(isinstance(it, SparseAdam) for it in context.optimizers):
+            raise ConfigError(
+                "an optimizer of sparse gradients (SparseAdam) cannot work in several processes, which average dense "
+                "gradients; use Adam, and nn.Embedding with sparse=False"
+            )
 
     def _build_missing(self, trainer: SingleProcessTrainer) -> None:
         """Build the optimizers if there are none, then the schedulers; after an error, keep neither."""

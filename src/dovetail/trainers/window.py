@@ -70,6 +70,10 @@ class Window:
         """The items of the window so far, if several batches share it."""
         return self._items
 
+    @items.setter
+    def items(self, items: Any) -> None:
+        self._items = items
+
     @property
     def expected(self) -> Any:
         """The items by which a loss of the window is divided, if several batches share it."""

@@ -11,7 +11,8 @@ from math import inf
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from dovetail.accelerators import device_of_process
@@ -24,7 +25,10 @@ from dovetail.trainers.capabilities.auto_batch import AutoBatch
 from dovetail.trainers.capabilities.compression import Compression, as_compression
 from dovetail.trainers.capabilities.core import Capability
 from dovetail.trainers.capabilities.exchanges import Exchanges
+from dovetail.trainers.capabilities.idle import IdleBatch, IdleWindow
+from dovetail.trainers.capabilities.outside import copy_criterion, copy_trained
 from dovetail.trainers.capabilities.timed import Timed
+from dovetail.trainers.capabilities.trainable import check_weights
 from dovetail.trainers.context import Stage
 from dovetail.trainers.counts import TOKEN_UNIT, join_on_device, whole_number
 from dovetail.trainers.devices import check_device
@@ -140,11 +144,13 @@ class DataParallel(Capability):
         context.process.num_processes = everyone.size
         context.callbacks.mute(is_main=context.process.is_main)
         is_fresh = context.progress.batches == 0
+        check_weights(context.model)
         self._divide(group)
         # Before an inner layer builds a loader, whose order must be the same in all processes.
         context.state["order_seed"] = group.exchange({"seed": context.state["order_seed"]})[0]["seed"]
         super().setup()
         self._start_alike(group)
+        copy_criterion(group, context.model, self.criterion)
         if self._syncs_norms and group.size > 1 and context.model is not None:
             assert context.run.trainer is not None
             if any(isinstance(layer, AutoBatch) for layer in layers(context.run.trainer)):
@@ -236,6 +242,10 @@ class DataParallel(Capability):
             self._copy_buffers(group)
             return own
         self._turn.own = inf
+        if not self._turn.is_alike:
+            # Not in `setup`, because strategies may prepare the inputs of an optimizer after it.
+            copy_trained(group, context.model, context.optimizers)
+            self._turn.is_alike = True
         self._prepare_exchanges(group)
         return self._padded(group, own, super().num_batches(stage))
 
@@ -262,7 +272,10 @@ class DataParallel(Capability):
     def to_device(self, batch: Any) -> Any:
         """Mark the batch as idle if this process has no batch left."""
         if self.context.progress.batch >= self._turn.own and self.context.stage == "train":
-            self._turn.randomness = rng_state()
+            # The processes update the statistics of synchronised norms alike.
+            kinds = () if self._norm_sync is None else _BatchNorm
+            modules = (it for root in self._modules() for it in root.modules() if not isinstance(it, kinds))
+            self._turn.before = IdleBatch(modules)
             self.context.run.batch.is_idle = True
             if not self.context.run.window.closes:
                 self._store_gradients()
@@ -275,7 +288,11 @@ class DataParallel(Capability):
         exchanges = self._exchanges
         # Not before the last backward pass: a step by hand may call it several times, and a window has several batches.
         is_last = window.closes and not run.batch.optimized
-        if not exchanges.overlapping or kwargs or not is_last or turn.gradients is not None:
+        if turn.idle is not None:
+            with turn.idle.dropping():
+                super().backward(loss, **kwargs)
+            return
+        if not exchanges.overlapping or kwargs or not is_last:
             super().backward(loss, **kwargs)
             return
         weight, factor = window.items if window.size > 1 else run.num_items, None
@@ -306,8 +323,8 @@ class DataParallel(Capability):
         notes = context.run.batch
         if context.progress.batch >= turn.own:
             notes.num_samples, notes.num_tokens, notes.is_idle = 0, 0, False
-            # Restore the RNG: an idle batch must not consume random numbers.
-            set_rng_state(turn.randomness)
+            if turn.before is not None:
+                turn.before.restore()
         if not context.run.window.closes:
             turn.samples += notes.num_samples
             turn.tokens = turn.tokens + whole_number(notes.num_tokens)
@@ -321,7 +338,7 @@ class DataParallel(Capability):
             (samples, tokens), flags = group.sum_with_events(counts, self._flags())
             turn.extras = [samples, *flags, 0, tokens]
         records, *flags, high, low = turn.extras
-        turn.samples, turn.tokens, turn.extras, turn.gradients = 0, late, None, None
+        turn.samples, turn.tokens, turn.extras, turn.idle = 0, late, None, None
         notes.num_records, on_device = round(records), isinstance(high, Tensor)
         notes.num_tokens = join_on_device(high, low) if on_device else round(high) * TOKEN_UNIT + round(low)
         if notes.optimized and self._plans_by_tokens():
@@ -383,29 +400,26 @@ class DataParallel(Capability):
 
     def _store_gradients(self) -> None:
         """Store the gradients of the running window, before an idle batch with weight zero adds to them."""
-        window, turn = self.context.run.window, self._turn
-        if turn.gradients is None:
-            trained = [it for each in self.context.optimizers for group in each.param_groups for it in group["params"]]
-            # The same division as at the end of the window, by the items that count.
-            factor = window.correction
-            turn.gradients = [(it, None if it.grad is None else it.grad * factor) for it in trained]
-            turn.items = window.items
+        if self._turn.idle is None:
+            self._turn.idle = IdleWindow(self.context.run.window, self.context.optimizers)
+
+    def _modules(self) -> list[nn.Module]:
+        """Return the model, and the criterion if it is a module."""
+        return [it for it in (self.context.model, self.criterion) if isinstance(it, nn.Module)]
 
     def _copy_buffers(self, group: Group) -> None:
-        model = self.context.model
-        if model is not None:
-            with torch.no_grad():
-                group.copy_first(map(own_part, model.buffers()))
+        with torch.no_grad():
+            for module in self._modules():
+                group.copy_first(map(own_part, module.buffers()))
 
     def _average(self, group: Group, optimizer: Optimizer) -> None:
         """Average an optimizer's gradients over all processes; counts and stop flags are sent in the same message."""
         context, turn = self.context, self._turn
         if context.progress.batch >= turn.own:
             weight, samples, tokens = 0, turn.samples, turn.tokens
-            if turn.gradients is not None:
-                weight = turn.items
-                for parameter, gradient in turn.gradients:
-                    parameter.grad = gradient
+            if turn.idle is not None:
+                weight = turn.idle.items
+                turn.idle.restore(optimizer)
         else:
             weight = context.run.window.items if context.run.window.size > 1 else context.run.num_items
             samples = turn.samples + context.run.batch.num_samples
@@ -466,9 +480,11 @@ class DataParallel(Capability):
 class _StepState:
     """State of this process in the running step."""
 
-    __slots__ = ("agreed", "extras", "gradients", "items", "own", "randomness", "samples", "tokens")
+    __slots__ = ("agreed", "before", "extras", "idle", "is_alike", "own", "samples", "tokens")
 
     def __init__(self) -> None:
+        # True if parameters outside of the model were copied from the first process.
+        self.is_alike = False
         # The steps of an epoch, if all processes reported the same number.
         self.agreed: int | None = None
         # Number of steps for which this process has batches.
@@ -478,10 +494,9 @@ class _StepState:
         # Tokens of these batches, and of a last batch whose tokens were returned after its gradients were sent.
         self.tokens: Any = 0
         # Gradients and items of the running window, if this process has batches for only a part of it.
-        self.gradients: list[tuple[Tensor, Tensor | None]] | None = None
-        self.items: Any = 0
-        # The RNG state before an idle batch.
-        self.randomness: Any = None
+        self.idle: IdleWindow | None = None
+        # The RNG state and the buffers before an idle batch.
+        self.before: IdleBatch | None = None
         # Sums of the numbers that were sent with the first gradients of the running step.
         self.extras: list[Any] | None = None
 

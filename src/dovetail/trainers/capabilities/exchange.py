@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from itertools import repeat
+from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter
 from typing import Any, cast
 
@@ -63,7 +63,8 @@ class GradientExchange:
     ) -> None:
         self.optimizer = optimizer
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self.num_trained = sum(map(_REQUIRES_GRAD, self.parameters))
+        # Not their number: as many may be frozen as unfrozen.
+        self.is_trained = list(map(_REQUIRES_GRAD, self.parameters))
         # The weight of all processes in the last average: a tensor if the gradients are on an accelerator.
         self.weight: Any = 0.0
         self.unit = unit
@@ -73,7 +74,8 @@ class GradientExchange:
         if compression is not None:
             first = 0
             for bucket in self.buckets:
-                bucket.codec = compression.codec(bucket.parts, bucket.gradients, unit, first)
+                parts = [torch.view_as_real(part) if part.is_complex() else part for part in bucket.parts]
+                bucket.codec = compression.codec(parts, bucket.gradients, unit, first)
                 first += len(bucket.parts)
         self._channel: dist.ProcessGroup | None = None
         self._hooks: list[Any] = []
@@ -87,11 +89,9 @@ class GradientExchange:
 
     @property
     def is_whole(self) -> bool:
-        """True if no parameter was frozen, unfrozen or added since the buckets were made."""
-        groups = self.optimizer.param_groups
-        return sum(map(len, map(_PARAMS, groups))) == len(self.parameters) and self.num_trained == sum(
-            map(_REQUIRES_GRAD, self.parameters)
-        )
+        """True if no parameter was frozen, unfrozen, added or replaced since the buckets were made."""
+        present = list(chain.from_iterable(map(_PARAMS, self.optimizer.param_groups)))
+        return list(map(_REQUIRES_GRAD, present)) == self.is_trained and all(map(is_, present, self.parameters))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the compression, by parameter."""
@@ -106,6 +106,16 @@ class GradientExchange:
                 assert bucket.codec is not None
                 bucket.codec.load(states[: len(bucket.parts)])
                 del states[: len(bucket.parts)]
+
+    def continue_from(self, earlier: GradientExchange) -> None:
+        """Take over the state of the compression from an exchange of the same optimizer, by parameter."""
+        states: dict[Tensor, Mapping[str, Tensor]] = {}
+        for bucket in earlier.buckets:
+            if bucket.codec is not None:
+                states.update(zip(bucket.parameters, bucket.codec.state(), strict=True))
+        for bucket in self.buckets:
+            if bucket.codec is not None:
+                bucket.codec.load([states.get(parameter, {}) for parameter in bucket.parameters])
 
     @property
     def overlaps(self) -> bool:
@@ -191,12 +201,12 @@ class GradientExchange:
         """Replace every gradient by the mean over all processes, and return the sums of `extras`.
 
         On an accelerator, the sums of tokens and weights are tensors, because reading them would wait for the device.
-        None means that parameters were frozen, unfrozen or added, so that new buckets are necessary.
+        None means that parameters were frozen, unfrozen, added or replaced, so that new buckets are necessary.
         """
-        groups, buckets = self.optimizer.param_groups, self.buckets
-        if sum(map(len, map(_PARAMS, groups))) != len(self.parameters) or self.num_trained != sum(
-            map(_REQUIRES_GRAD, self.parameters)
-        ):
+        buckets = self.buckets
+        # As `is_whole`, without its call.
+        present = list(chain.from_iterable(map(_PARAMS, self.optimizer.param_groups)))
+        if list(map(_REQUIRES_GRAD, present)) != self.is_trained or not all(map(is_, present, self.parameters)):
             return None
         extras = [*extras, 0.0]
         if self._channel is None and buckets and not self.is_compressed:
@@ -300,11 +310,14 @@ class Bucket:
     def __init__(self, parameters: list[Tensor]) -> None:
         first = parameters[0]
         dtype = torch.promote_types(first.dtype, torch.float32)
-        sizes = [parameter.numel() for parameter in parameters]
+        # Complex gradients are sent as pairs of real numbers.
+        num_reals = 2 if dtype.is_complex else 1
+        sizes = [num_reals * parameter.numel() for parameter in parameters]
         num_numbers = len(parameters) + _NUM_EXTRAS + 1
         self.parameters = parameters
         # Sums in half precision would lose too much.
         self.is_exact = dtype == first.dtype
+        dtype = dtype.to_real()
         self.has_all = [1.0] * len(parameters)
         # Both parts of the tokens, and the weight, on an accelerator: they may be tensors that the step computes there.
         self.device_numbers: Tensor | None = None
@@ -319,7 +332,11 @@ class Bucket:
             self.tail = torch.empty(num_numbers, dtype=dtype)
             self.messages = [self.flat, self.tail]
         parts = torch.split(self.gradients, sizes)
-        self.parts = [part.view_as(parameter) for part, parameter in zip(parts, parameters, strict=True)]
+        if num_reals == 1:
+            self.parts = [part.view_as(parameter) for part, parameter in zip(parts, parameters, strict=True)]
+        else:
+            pairs = [part.view(*it.shape, 2) for part, it in zip(parts, parameters, strict=True)]
+            self.parts = [torch.view_as_complex(pair) for pair in pairs]
         self.codec: Codec | None = None
         # The running update: gradients that the backward pass has not completed, messages under way, the processes
         # that have a gradient of each parameter, and the gradients that were sent early, with their versions.
@@ -351,7 +368,7 @@ class Bucket:
             if gradient is None or gradient.is_sparse:
                 continue
             if gradient.untyped_storage()._cdata == part.untyped_storage()._cdata:
-                parameter.grad = gradient.clone()
+                parameter.grad = gradient.detach().clone()
 
     def note_gradients(self) -> None:
         """Store the gradients and their versions, so that later changes are detected."""
@@ -375,6 +392,9 @@ class Bucket:
         if any(map(is_, gradients, repeat(None))) or any(map(_IS_SPARSE, gradients)):
             has = [float(gradient is not None) for gradient in gradients]
             gradients = [_dense(gradient, part) for gradient, part in zip(gradients, self.parts, strict=True)]
+        if any(map(_REQUIRES_GRAD, gradients)):
+            # After a backward pass with `create_graph`: the average is not differentiated.
+            gradients = [gradient.detach() for gradient in gradients]
         if not isinstance(weight, Tensor) and weight == 0:
             # Not multiplied by zero: a gradient of an idle process may be infinite.
             self.flat.zero_()

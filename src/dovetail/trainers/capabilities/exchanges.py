@@ -127,6 +127,8 @@ class Exchanges:
         self.by_optimizer[id(optimizer)] = exchange
         if saved is not None:
             exchange.load_state_dict(saved)
+        elif old is not None:
+            exchange.continue_from(old)
         exchange.is_compressed = compression is not None and compression.applies(self._context.progress.updates)
         if group.size > 1:
             exchange.prepare_overlap(group)

@@ -19,6 +19,7 @@ from dovetail.trainers.capabilities.deferred import initialize, is_deferred
 from dovetail.trainers.capabilities.meshes import check_mesh, mesh_sizes, show_mesh
 from dovetail.trainers.capabilities.part_holders import PartHolders
 from dovetail.trainers.capabilities.tensor_parallel import LocalWeights, Parallelize, check_plan, parallelize
+from dovetail.trainers.capabilities.trainable import check_gradients
 from dovetail.trainers.context import Stage
 from dovetail.trainers.counts import put, whole_number
 from dovetail.trainers.fitting import restoring
@@ -223,6 +224,8 @@ class ShardedDataParallel(DataParallel):
         self._unit, self._items = None, 0
         if group.everyone.size == 1 or model is None:
             return
+        if context.stage == "train":
+            check_gradients(model)
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule
 

@@ -1,0 +1,85 @@
+"""State that a batch with weight zero must not change: random numbers, buffers, gradients of the window."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from dovetail.distributed import own_part
+from dovetail.trainers.randomness import rng_state, set_rng_state
+from dovetail.trainers.window import Window
+
+
+class IdleBatch:
+    """Random numbers and buffers before a batch with weight zero, which must not change them.
+
+    Args:
+        modules: The modules whose buffers depend on the batches of this process alone.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._randomness = rng_state()
+        self._buffers = [
+            (module._buffers, name, buffer, own_part(buffer).clone())
+            for module in modules
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    def restore(self) -> None:
+        """Restore the random number generators and the buffers, such as running statistics."""
+        set_rng_state(self._randomness)
+        with torch.no_grad():
+            for owner, name, buffer, values in self._buffers:
+                own_part(buffer).copy_(values)
+                # A module may have replaced the tensor.
+                owner[name] = buffer
+
+
+class IdleWindow:
+    """Gradients and items of an accumulation window whose last batches have weight zero.
+
+    Args:
+        window: The window, after the last batch of this process that counts.
+        optimizers: The optimizers of the run.
+    """
+
+    def __init__(self, window: Window, optimizers: Iterable[Optimizer]) -> None:
+        self.items: Any = window.items
+        self._window = window
+        self._parameters = [it for each in optimizers for group in each.param_groups for it in group["params"]]
+        # The same division as at the end of the window, by the items that count.
+        factor = window.correction
+        self._gradients = {it: None if it.grad is None else it.grad.detach() * factor for it in self._parameters}
+
+    @contextmanager
+    def dropping(self) -> Iterator[None]:
+        """Drop the gradients of a backward pass, and the items of its batch.
+
+        Otherwise they would be part of a second update of the batch, of which `restore` knows nothing.
+        """
+        parameters = self._parameters
+        own, self._window.items = [it.grad for it in parameters], self.items
+        for parameter in parameters:
+            parameter.grad = None
+        yield
+        for parameter, gradient in zip(parameters, own, strict=True):
+            if gradient is None and parameter.grad is not None:
+                # Not None: code of the user may change it in place.
+                gradient = torch.zeros_like(parameter.grad)
+            parameter.grad = gradient
+
+    def restore(self, optimizer: Optimizer) -> None:
+        """Restore the gradients of an optimizer, for its first update only.
+
+        A compiled step, or a layer that computes gradients itself, adds to them without `dropping`.
+        """
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in self._gradients:
+                    parameter.grad = self._gradients.pop(parameter)
