@@ -3,7 +3,7 @@
     python benchmarks/memory_plan.py
 
 Every model is planned and then really trained on the CPU: in one process, in two processes with `DDPTrainer` or
-`FSDPTrainer`, and in four with hybrid sharding. The processes are real and connected by gloo.
+`FSDPTrainer` or tensor parallel, and in four with hybrid sharding. The processes are real and connected by gloo.
 """
 
 from __future__ import annotations
@@ -33,17 +33,19 @@ from torch.utils._pytree import tree_leaves
 from dovetail import Batches
 from dovetail.callbacks import Callback
 from dovetail.printing import show_bytes
-from dovetail.trainers import ActivationCheckpointTrainer, AMPTrainer, DDPTrainer, FSDPTrainer, Trainer
+from dovetail.trainers import ActivationCheckpointTrainer, AMPTrainer, DDPTrainer, FSDPTrainer, PowerSGD, Trainer
 from dovetail.trainers.memory_plan import MemoryPlan, plan_memory
 from report import Row, Section, Table, library, parser
 
-__all__ = ["CASES", "SETTINGS", "main", "measure", "plan"]
+__all__ = ["CASES", "PLANS", "SETTINGS", "TENSOR", "main", "measure", "plan"]
 
+TENSOR = "FSDP, 2 tensor-parallel processes"
 SETTINGS: dict[str, int] = {
     "one process": 1,
     "DDP, 2 processes": 2,
     "FSDP, 2 processes": 2,
     "FSDP, 2 copies of 2 parts": 4,
+    TENSOR: 2,
 }
 CASES = ("MLP", "MLP, accumulation", "wide MLP", "CNN", "transformer", "GPT-2", "activation checkpointing", "bfloat16")
 QUICK = ("MLP", "CNN")
@@ -68,29 +70,38 @@ def main(arguments: list[str] | None = None) -> int:
         "recorded in the real processes.",
         is_quick=options.quick,
     )
-    # By case: the ratio and the measured peak, the bytes of messages, and how far they are from the recorded ones.
-    peaks: dict[str, list[tuple[float, int]]] = {name: [] for name in cases}
-    sent: dict[str, list[tuple[int, int]]] = {name: [] for name in cases}
+    # By case and setting: the ratio and the measured peak, the bytes of messages, and how far they are from the
+    # recorded ones.
+    peaks: dict[str, dict[str, tuple[float, int]]] = {name: {} for name in cases}
+    sent: dict[str, dict[str, tuple[int, int]]] = {name: {} for name in cases}
     for setting, size in SETTINGS.items():
-        found = run_group(cases, setting, size)
-        for name in cases:
+        # The other models have no plan that divides their tensors.
+        able = [name for name in cases if setting != TENSOR or name in PLANS]
+        found = run_group(able, setting, size)
+        for name in able:
             planned = plan(name, setting)
             measured = max(each[name]["peak"] for each in found)
-            peaks[name].append((planned.peak / measured, measured))
+            peaks[name][setting] = planned.peak / measured, measured
             if size > 1:
                 differences = [_difference(planned.collectives, each[name]["messages"]) for each in found]
-                sent[name].append((sum(planned.collectives.values()), max(differences)))
+                sent[name][setting] = sum(planned.collectives.values()), max(differences)
     rows = []
     for name, pairs in peaks.items():
-        far = max(abs(ratio - 1) for ratio, _ in pairs)
-        texts = tuple(f"{ratio:.3f} of {show_bytes(measured)}" for ratio, measured in pairs)
+        far = max(abs(ratio - 1) for ratio, _ in pairs.values())
+        texts = tuple(
+            "–" if it not in pairs else f"{pairs[it][0]:.3f} of {show_bytes(pairs[it][1])}" for it in SETTINGS
+        )
         rows.append(Row(name, [100 * far], BAR, verdict="met" if 100 * far <= BAR else "missed", cells=texts))
     section.add(Table(_PEAKS, "largest difference, %", rows, tuple(SETTINGS), "{:.1f}", is_drawn=False))
+    groups = tuple(setting for setting, size in SETTINGS.items() if size > 1)
     rows = [
-        Row(name, [max(far for _, far in pairs)], cells=tuple(show_bytes(total) for total, _ in pairs))
+        Row(
+            name,
+            [max(far for _, far in pairs.values())],
+            cells=tuple("–" if it not in pairs else show_bytes(pairs[it][0]) for it in groups),
+        )
         for name, pairs in sent.items()
     ]
-    groups = tuple(setting for setting, size in SETTINGS.items() if size > 1)
     section.add(Table(_MESSAGES_TITLE, "planned minus recorded, bytes", rows, groups, "{:.0f}", is_drawn=False))
     section.save(options)
     return 0
@@ -307,6 +318,23 @@ _BUILD: Mapping[str, tuple[Callable[[], nn.Module], Callable[[], Any], Any, Mapp
     "bfloat16": (Transformer, _tokens, partial(AMPTrainer, precision="bf16"), {}),
     # In the tests only.
     "float16": (_mlp, partial(_labelled, 2000, 100), partial(AMPTrainer, precision="fp16", init_scale=1.0), {}),
+    "PowerSGD": (partial(_mlp, 640), partial(_labelled, 32, 100), None, {}),
+    "bfloat16 messages": (partial(_mlp, 640), partial(_labelled, 32, 100), None, {}),
+}
+# Of `DDPTrainer`, by case.
+_COMPRESSIONS: Mapping[str, Any] = {"PowerSGD": PowerSGD(rank=4, warm_up=0), "bfloat16 messages": "bf16"}
+
+
+_MLP_PLAN = {"0": "colwise", "2": "rowwise"}
+_TRANSFORMER_PLAN = {"blocks.*.mlp.0": "colwise", "blocks.*.mlp.3": "rowwise"}
+# How tensors are divided among tensor-parallel processes, by case.
+PLANS: Mapping[str, Mapping[str, str]] = {
+    "MLP": _MLP_PLAN,
+    "MLP, accumulation": _MLP_PLAN,
+    "wide MLP": _MLP_PLAN,
+    "transformer": _TRANSFORMER_PLAN,
+    "activation checkpointing": _TRANSFORMER_PLAN,
+    "bfloat16": _TRANSFORMER_PLAN,
 }
 
 
@@ -319,9 +347,13 @@ def build(name: str, setting: str) -> tuple[Any, list[Any]]:
     trainer = trainer if wrap is None else wrap(trainer)
     size = SETTINGS[setting]
     if setting.startswith("DDP"):
-        trainer = DDPTrainer(trainer)
+        trainer = DDPTrainer(trainer, compression=_COMPRESSIONS.get(name))
+    elif setting == TENSOR:
+        trainer = FSDPTrainer(trainer, mesh={"tensor": 2}, parallelize=PLANS[name])
     elif setting.startswith("FSDP"):
         trainer = FSDPTrainer(trainer, mesh={"replicate": 2, "shard": 2} if size == 4 else None)
+    # Tensor-parallel processes compute the same batches.
+    size = 1 if setting == TENSOR else size
     return trainer, [inputs() for _ in range(2 * size * options.get("accumulation_steps", 1))]
 
 

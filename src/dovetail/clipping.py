@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
+from dovetail.distributed import is_part, own_part, whole
 from dovetail.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -70,6 +71,12 @@ class Clipping:
         """Clip the gradients of an optimizer and return their norm, or largest magnitude, before clipping."""
         # `map` and `chain` make no Python call; this function runs in every update.
         parameters = list(chain.from_iterable(map(_PARAMETERS, optimizer.param_groups)))
+        # Again without a Python call.
+        if not _PLAIN.issuperset(map(type, parameters)):
+            divided = [it.grad for it in parameters if it.grad is not None and is_part(it.grad)]
+            others = [it.grad for it in parameters if it.grad is not None and not is_part(it.grad)]
+            if divided:
+                return self._apply_to_parts(divided, others)
         if self.max_norm is not None:
             return clip_grad_norm_(parameters, self.max_norm, self.norm_type)
         # Before clipping, which changes the gradients in place.
@@ -77,5 +84,37 @@ class Clipping:
         clip_grad_value_(parameters, self.limit)
         return size
 
+    def _apply_to_parts(self, divided: list[Tensor], others: list[Tensor]) -> Tensor:
+        """Clip gradients that are divided among processes and others, which every process has as a whole.
 
+        No operation of torch accepts a list of both, and none returns the largest magnitude of an empty part.
+        """
+        norm_type = self.norm_type if self.max_value is None else torch.inf
+        norm = _largest(divided) if norm_type == torch.inf else whole(get_total_norm(divided, norm_type))
+        norms = torch.stack([norm, get_total_norm(others, norm_type).to(norm)]) if others else norm[None]
+        size: Tensor = torch.linalg.vector_norm(norms, norm_type)
+        with torch.no_grad():
+            factor = None if self.max_norm is None else torch.clamp(self.max_norm / (size + 1e-6), max=1.0)
+            # Element by element, so each process clips its own part.
+            for gradient in map(own_part, divided + others):
+                if factor is None:
+                    gradient.clamp_(-self.limit, self.limit)
+                else:
+                    gradient.mul_(factor.to(gradient.device))
+        return size
+
+
+def _largest(divided: list[Tensor]) -> Tensor:
+    """Return the largest magnitude of the parts of all processes. A collective call."""
+    from torch.distributed.tensor import DTensor, Partial
+
+    first: Any = divided[0]
+    parts = [part for part in map(own_part, divided) if part.numel()]
+    largest = get_total_norm(parts, torch.inf) if parts else own_part(first).new_zeros(())
+    over_all = [Partial("max")] * first.device_mesh.ndim
+    of_all: Tensor = DTensor.from_local(largest, first.device_mesh, over_all)
+    return whole(of_all)
+
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
 _PARAMETERS = itemgetter("params")

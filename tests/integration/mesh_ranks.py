@@ -129,6 +129,21 @@ def normed(mesh: Mesh | None) -> Any:
     return result(trainer)
 
 
+def counted(mesh: Mesh | None) -> Any:
+    """Two groups of processes, of which the second has no items in the first window."""
+
+    def train_step(trainer: Any, batch: Any) -> dict[str, Any]:
+        inputs, targets, counts = batch
+        losses = nn.functional.cross_entropy(trainer.model(inputs), targets, reduction="none")
+        return {"loss": (losses * counts).sum() / counts.sum().clamp(min=1), "num_items": counts.sum()}
+
+    counts = torch.ones(24)
+    counts[6:12] = counts[18:24] = 0
+    trainer = make(mesh, train_step=train_step, shuffle=False)
+    trainer.fit((*data(24), counts), max_length=Epochs(1))
+    return weights(trainer.model)
+
+
 def stopped(mesh: Mesh) -> Any:
     timer = Timer(flops=True, peak_flops=1e9)
     trainer = make(mesh, callbacks=[StopInLastProcess(), timer])
@@ -181,12 +196,16 @@ def uninterrupted() -> Any:
     return result(trainer)
 
 
-def rejected() -> str:
-    try:
-        make((3, 2, 1)).fit(data(53), max_length=Epochs(1))
-    except ConfigError as error:
-        return str(error)
-    return "accepted"
+def rejected() -> list[str]:
+    """The errors of a mesh that does not fit the number of processes, and of one that does not fit the model."""
+    model, errors = Net(), []
+    make((1, 2, 2), model).evaluate(data(12))
+    for trainer in (make((2, 2, 1), model), make((3, 2, 1))):
+        try:
+            trainer.evaluate(data(12))
+        except ConfigError as error:
+            errors.append(str(error))
+    return errors
 
 
 def run(folder: Path) -> dict[str, Any]:
@@ -196,6 +215,7 @@ def run(folder: Path) -> dict[str, Any]:
             "trained": trained(None),
             "noisy": noisy(None),
             "normed": normed(None),
+            "counted": counted(None),
             "uninterrupted": uninterrupted(),
             "resumed": all_resumed(saved_by_four),
         }
@@ -203,6 +223,7 @@ def run(folder: Path) -> dict[str, Any]:
     found["noisy"] = noisy((1, 1, WORLD))
     if WORLD == 4:
         found["normed"] = normed((1, 2, 2))
+        found["counted"] = counted((2, 1, 2))
         found["stopped"] = stopped((1, 2, 2))
         found["rejected"] = rejected()
         for mesh in MESHES:

@@ -62,8 +62,9 @@ class Net(nn.Module):
         self.frozen = nn.Linear(5, 5).requires_grad_(False)
         self.body = nn.Sequential(nn.Linear(5, 7), nn.Tanh())
         self.head = nn.Linear(7, 2)
-        self.shift = nn.Parameter(torch.zeros(2))
+        # First in the model: torch chooses its operation for a list of gradients by the first one.
         self.scale = nn.Parameter(torch.tensor(1.5))
+        self.shift = nn.Parameter(torch.zeros(2))
 
     def forward(self, inputs: Tensor) -> Tensor:
         outputs: Tensor = self.head(self.body(self.frozen(inputs))) * self.scale + self.shift
@@ -226,6 +227,97 @@ def counted_items(folder: Path) -> Any:
 
 
 @case
+def windows_without_items(folder: Path) -> Any:
+    """All processes but the first have no items in the first window."""
+
+    def train_step(trainer: Any, batch: Any) -> dict[str, Any]:
+        inputs, targets, counts = batch
+        losses = nn.functional.cross_entropy(trainer.model(inputs), targets, reduction="none")
+        number: Any = counts.sum()
+        number = number if trainer.options.seed == 3 else int(number)
+        return {"loss": (losses * counts).sum() / counts.sum().clamp(min=1), "num_items": number}
+
+    def train(seed: int) -> list[float]:
+        module, counts = model(), torch.ones(48)
+        counts[4:12] = counts[16:24] = 0
+        settings = {**SETTINGS, "accumulation_steps": 2, "shuffle": False, "seed": seed}
+        settings["batch_size"] = GLOBAL_BATCH // world()
+        trainer = layer(Trainer(module, "cpu", train_step=train_step, **settings))
+        trainer.fit((*data(48), counts), max_length=Epochs(1))
+        return weights(module)
+
+    # Counts as tensors, which are never read on a device, and as numbers.
+    return [train(3), train(4)]
+
+
+def two_backward_passes(trainer: Any, batch: Any) -> dict[str, Any]:
+    context, (inputs, targets) = trainer.context, batch
+    for keeps in (True, False):
+        loss = nn.functional.cross_entropy(trainer.model(inputs), targets)
+        context.backward(loss)
+        context.step(zero_grad=not keeps)
+    return {"loss": loss.detach()}
+
+
+@case
+def gradients_that_are_averaged_twice(folder: Path) -> Any:
+    """Two optimizers share a block; a step does not clear gradients to which another backward pass then adds."""
+
+    class Shares(Trainer):
+        def get_optimizer(self, model: nn.Module) -> Any:
+            head: Any = model.head
+            return [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(head.parameters(), lr=0.05)]
+
+    def train(kind: Any, **settings: Any) -> list[float]:
+        settings = {"seed": 3, "drop_last": False, "verbose": False, **settings}
+        trainer = layer(kind(model(), "cpu", batch_size=GLOBAL_BATCH // world(), **settings))
+        trainer.fit(data(53), max_length=Epochs(1))
+        return weights(trainer.model)
+
+    return [
+        train(Shares),
+        train(Shares, accumulation_steps=2),
+        train(Trainer, optim_function="SGD", learning_rate=0.1, train_step=two_backward_passes),
+    ]
+
+
+class Scaled(nn.Module):
+    """A criterion with weights, which every process holds as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([1.0, 2.0]))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs * self.scale, targets)
+
+
+@case
+def criterion_with_weights(folder: Path) -> Any:
+    """The weights after training with norms of all gradients, and in float16."""
+
+    def train(clipping: GradientClipping, precision: Any) -> list[float]:
+        module, criterion = model(torch.float32), Scaled()
+        optimizer = torch.optim.SGD([*module.parameters(), *criterion.parameters()], lr=0.3)
+        settings = {"seed": 3, "drop_last": False, "verbose": False, "batch_size": GLOBAL_BATCH // world()}
+        plain = Trainer(module, "cpu", criterion=criterion, optimizer=optimizer, callbacks=[clipping], **settings)
+        trainer = AMPTrainer(
+            layer(plain), precision=precision, **({"init_scale": 256.0} if precision == "fp16" else {})
+        )
+        trainer.fit(data(48, torch.float32), max_length=Epochs(1))
+        size = trainer.history.get_latest_metric("gradients_size")
+        return [*weights(module), *criterion.scale.tolist(), size]
+
+    return {
+        "norm": train(GradientClipping(0.05, log=True), "fp32"),
+        "largest": train(GradientClipping(0.05, norm_type=torch.inf, log=True), "fp32"),
+        "value": train(GradientClipping(max_value=0.05, log=True), "fp32"),
+        "float16": train(GradientClipping(0.05, log=True), "fp16"),
+        "bfloat16": train(GradientClipping(0.05, log=True), "bf16"),
+    }
+
+
+@case
 def averages_and_logged_clipping(folder: Path) -> Any:
     average = EMA(decay=0.5)
     found = trained(model(), data(48), epochs=2, callbacks=[average, GradientClipping(max_norm=0.05, log=True)])
@@ -276,6 +368,10 @@ class Pair(nn.Module):
         super().__init__()
         self.maker, self.judge = nn.Linear(3, 5), nn.Linear(5, 1)
 
+    def forward(self, noise: Tensor) -> Tensor:
+        doubt: Tensor = self.judge(self.maker(noise))
+        return doubt
+
 
 def duel(trainer: Any, batch: Any) -> dict[str, Any]:
     real, noise = batch
@@ -308,6 +404,28 @@ def two_optimizers(folder: Path) -> Any:
     source = [torch.randn(50, width, generator=generator, dtype=torch.float64) for width in (5, 3)]
     trainer.fit(tuple(source), max_length=Epochs(1))
     return weights(pair)
+
+
+@case
+def window_whose_last_batch_skips_a_block(folder: Path) -> Any:
+    """The maker computes in every second batch only; then the model is called as a whole."""
+    torch.manual_seed(5)
+    pair = Pair().double()
+
+    def train_step(trainer: Any, batch: Any) -> dict[str, Any]:
+        (noise,) = batch
+        context, pair = trainer.context, trainer.model
+        is_even = context.progress.batches % 2 == 0
+        loss = pair.judge(pair.maker(noise) if is_even else torch.cat((noise, noise[:, :2]), dim=1)).square().mean()
+        context.backward(loss)
+        context.step()
+        return {"loss": loss.detach()}
+
+    settings = {**SETTINGS, "batch_size": GLOBAL_BATCH // world(), "accumulation_steps": 2}
+    trainer = layer(Trainer(pair, "cpu", train_step=train_step, **settings))
+    source = torch.randn(72, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    trainer.fit((source,), max_length=Epochs(1))
+    return {"weights": weights(pair), "predicted": trainer.predict(source[:7]).tolist()}
 
 
 # ------------------------------------------------------------------ passes of unequal length

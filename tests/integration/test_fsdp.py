@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from dovetail import Epochs, checkpoint
+from dovetail.callbacks import EMA, SWA
 from dovetail.errors import CheckpointError, ConfigError
 from dovetail.trainers import FSDPTrainer, Trainer, build_trainer
 
@@ -78,6 +79,24 @@ def test_a_loss_is_weighted_by_its_items(results: Results, size: int) -> None:
 
 
 @sizes
+@pytest.mark.parametrize("name", ["windows_without_items", "gradients_that_are_averaged_twice"])
+def test_every_gradient_counts_once(results: Results, name: str, size: int) -> None:
+    for each in results[size]:
+        for found, expected in zip(each[name], results[1][0][name], strict=True):
+            assert found == nearly(expected, 1e-12)
+
+
+@sizes
+@pytest.mark.parametrize(
+    ("name", "tolerance"), [("norm", 1e-6), ("largest", 1e-6), ("value", 1e-6), ("float16", 2e-3), ("bfloat16", 2e-2)]
+)
+def test_norms_count_parts_and_plain_parameters_once(results: Results, name: str, tolerance: float, size: int) -> None:
+    for each in results[size]:
+        expected = results[1][0]["criterion_with_weights"][name]
+        assert each["criterion_with_weights"][name] == nearly(expected, tolerance)
+
+
+@sizes
 def test_averaged_weights_and_logged_norms_equal_the_unsharded_model(results: Results, size: int) -> None:
     alone = results[1][0]["averages_and_logged_clipping"]
     for each in results[size]:
@@ -91,6 +110,16 @@ def test_averaged_weights_and_logged_norms_equal_the_unsharded_model(results: Re
 def test_two_optimizers_work_over_separately_called_blocks(results: Results, size: int) -> None:
     for each in results[size]:
         assert each["two_optimizers"] == nearly(results[1][0]["two_optimizers"], 1e-12)
+
+
+@sizes
+def test_a_window_sends_the_gradients_of_blocks_that_its_last_batch_skips(results: Results, size: int) -> None:
+    alone = results[1][0]["window_whose_last_batch_skips_a_block"]
+    for each in results[size]:
+        found = each["window_whose_last_batch_skips_a_block"]
+        assert found["weights"] == nearly(alone["weights"], 1e-12)
+        # The model as a whole is called after its blocks were called directly.
+        assert torch.tensor(found["predicted"]).sub(torch.tensor(alone["predicted"])).abs().max() <= 1e-12
 
 
 @sizes
@@ -204,23 +233,34 @@ def test_a_pickled_index_is_rejected_and_never_executed(results: Results, folder
 
 
 @pytest.mark.usefixtures("forking")
-def test_launched_processes_return_the_full_weights() -> None:
+def test_launched_processes_return_the_full_weights_and_averages() -> None:
     inputs = torch.randn(20, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     targets = (inputs.sum(dim=1) > 0).long()
 
-    def trained(batch_size: int, num_processes: int) -> nn.Module:
+    def trained(batch_size: int, num_processes: int) -> list[torch.Tensor]:
         torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+        model: nn.Module = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+        averages = [EMA(decay=0.5), SWA(start=0)]
         trainer = FSDPTrainer(
             Trainer(
-                model, "cpu", optim_function="AdamW", seed=1, batch_size=batch_size, drop_last=False, verbose=False
+                model,
+                "cpu",
+                optim_function="AdamW",
+                seed=1,
+                batch_size=batch_size,
+                drop_last=False,
+                verbose=False,
+                callbacks=averages,
             ),
             num_processes=num_processes,
         )
         trainer.fit((inputs, targets), max_length=Epochs(2))
-        return model
+        for average in averages:
+            average.apply_to(twin := nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2)).double())
+            model = nn.ModuleList([model, twin])
+        return list(model.parameters())
 
-    for found, expected in zip(trained(4, 2).parameters(), trained(8, 1).parameters(), strict=True):
+    for found, expected in zip(trained(4, 2), trained(8, 1), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 

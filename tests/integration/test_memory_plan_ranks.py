@@ -12,12 +12,20 @@ import pytest
 pytestmark = [pytest.mark.full_size, pytest.mark.slow]
 
 SCRIPT = Path(__file__).with_name("plan_ranks.py")
-DDP, FSDP = "DDP, 2 processes", "FSDP, 2 processes"
+DDP, FSDP, TENSOR = "DDP, 2 processes", "FSDP, 2 processes", "FSDP, 2 tensor-parallel processes"
 # Several buckets of gradients; accumulation and clipping; batch norm; a transformer with recomputed activations.
-CASES = {DDP: ["wide MLP"], FSDP: ["MLP", "MLP, accumulation", "CNN", "activation checkpointing"]}
+CASES = {
+    DDP: ["wide MLP"],
+    FSDP: ["MLP", "MLP, accumulation", "CNN", "activation checkpointing"],
+    TENSOR: ["MLP, accumulation"],
+}
 LONG = {
-    DDP: ["MLP", "MLP, accumulation", "CNN", "transformer", "GPT-2", "activation checkpointing", "bfloat16"],
+    DDP: [
+        *("MLP", "MLP, accumulation", "CNN", "transformer", "GPT-2", "activation checkpointing", "bfloat16"),
+        *("PowerSGD", "bfloat16 messages"),
+    ],
     FSDP: ["transformer", "GPT-2", "bfloat16"],
+    TENSOR: ["MLP", "wide MLP", "transformer", "activation checkpointing", "bfloat16"],
 }
 IS_LONG = os.environ.get("DOVETAIL_TORTURE") == "1"
 

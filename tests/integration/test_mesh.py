@@ -93,8 +93,17 @@ def test_meshes_resume_the_checkpoints_of_other_meshes(results: Results, size: i
 
 
 @pytest.mark.slow
-def test_a_mesh_of_another_number_of_processes_is_rejected(results: Results) -> None:
+def test_a_window_without_items_keeps_copies_equal(results: Results) -> None:
     for each in results[4]:
-        assert each["rejected"].startswith(
-            "mesh: {'replicate': 3, 'shard': 2, 'tensor': 1} does not divide 4 processes"
+        assert each["counted"] == pytest.approx(results[1][0]["counted"], rel=0, abs=1e-10)
+
+
+@pytest.mark.slow
+def test_a_mesh_that_fits_neither_the_processes_nor_the_model_is_rejected(results: Results) -> None:
+    for each in results[4]:
+        model, processes = each["rejected"]
+        assert processes.startswith("mesh: {'replicate': 3, 'shard': 2, 'tensor': 1} does not divide 4 processes")
+        assert model.startswith(
+            "mesh: this model is already divided over the mesh {'shard': 2, 'tensor': 2}, and this run requests "
+            "{'replicate': 2, 'shard': 2}"
         )

@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from problem import Problem, assert_same_weights
-from torch import nn
+from torch import Tensor, nn
 
 from dovetail import Batches
 from dovetail.callbacks import Callback
 from dovetail.errors import ConfigError
-from dovetail.trainers import DDPTrainer, FSDPTrainer, Trainer
+from dovetail.trainers import DDPTrainer, FSDPTrainer, PowerSGD, Trainer
 from dovetail.trainers.memory_plan import plan_memory, plan_script
 
 
@@ -176,6 +176,70 @@ def test_offloaded_shards_and_copies_of_messages_are_counted_on_request() -> Non
     assert copying.kinds["messages"] == 4 * (256 * 256 + 256)
     assert "messages" not in sharded.kinds
     assert copying.peak > sharded.peak
+
+
+def labels_of(outputs: Tensor, targets: Tensor) -> Tensor:
+    # Labels of two dimensions, like labels of tokens.
+    return targets[:, None].expand(outputs.shape[:2])
+
+
+MASKS: dict[str, Any] = {
+    "index": lambda it, labels: (it[labels != -100], labels[labels != -100]),
+    "nonzero": lambda it, labels: (it[torch.where(labels == 0)], labels[torch.where(labels == 0)]),
+    "masked_select": lambda it, labels: (
+        it.masked_select((labels == 0)[..., None]).view(-1, it.shape[-1]),
+        labels.masked_select(labels == 0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_is_planned_as_if_it_kept_everything(name: str) -> None:
+    def train_step(trainer: Any, batch: Any, masks: bool) -> Tensor:
+        outputs = trainer.model(batch[0]).view(32, 5, 2)
+        kept: Any = (outputs, labels_of(outputs, batch[1]))
+        kept = MASKS[name](*kept) if masks else (kept[0].reshape(-1, 2), kept[1].reshape(-1))
+        return nn.functional.cross_entropy(*kept)
+
+    data = build()[1]
+    plans = [
+        plan_memory(Trainer(mlp(), "cpu", train_step=partial(train_step, masks=masks), verbose=False), data)
+        for masks in (False, True)
+    ]
+    # The kept outputs are copies, and smaller than the gradients at the peak.
+    assert plans[0].peak <= plans[1].peak < 1.1 * plans[0].peak
+    assert plans[0].notes == ()
+    assert plans[1].notes
+    assert all("of test_memory_plan.py: a result whose length" in it for it in plans[1].notes)
+
+
+def test_a_length_that_has_no_bound_is_an_error_with_its_line() -> None:
+    def train_step(trainer: Any, batch: Any) -> Tensor:
+        return trainer.model(batch[0]).sum() * len(batch[1].unique())  # type: ignore[no-any-return]  # a tensor
+
+    trainer = Trainer(mlp(), "cpu", train_step=train_step, verbose=False)
+    with pytest.raises(ConfigError, match=r"plan: line \d+ of test_memory_plan.py: the length of the result of aten"):
+        plan_memory(trainer, build()[1])
+
+
+@pytest.mark.parametrize(
+    ("compression", "name"), [("bf16", None), (PowerSGD(rank=2), "after the warm-up of PowerSGD(rank=2, warm_up=1000)")]
+)
+def test_compressed_gradients_are_planned_as_buckets(compression: Any, name: str | None) -> None:
+    trainer, data = build()
+    plan = plan_memory(DDPTrainer(trainer, compression=compression), data, num_processes=2)
+    number = sum(it.numel() for it in mlp().parameters())
+    # Six flags of gradients, seven counts and the weight.
+    gradients = 4 * (number + 14)
+    if name is None:
+        assert plan.collectives == {"all_reduce": 2 * number + 4 * 14}
+        assert plan.kinds["buckets"] == gradients + 2 * number
+        assert plan.notes == ()
+    else:
+        # Weights are sent as thin matrices, and each has an error that stays in memory.
+        assert plan.collectives["all_reduce"] < gradients / 10
+        assert plan.kinds["buckets"] > 1.95 * gradients
+        assert name in plan.notes[0]
 
 
 def test_a_process_of_a_group_cannot_plan_another_group() -> None:

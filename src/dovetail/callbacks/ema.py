@@ -58,6 +58,12 @@ class WeightAverage(Callback):
         """Copy the average and the current buffers to a model: the trained one or another of the same form."""
         model.load_state_dict(self.average_state_dict())
 
+    def bind(self, model: nn.Module) -> None:
+        """Use the average that `load_state_dict` has restored with a model, after it was trained in other processes."""
+        if self._averages:
+            self._model, self._is_loaded = model, False
+            self._bind(model)
+
     def on_train_start(self, context: TrainingContext) -> None:
         """Start the average of a new run; a resumed one continues."""
         assert context.model is not None

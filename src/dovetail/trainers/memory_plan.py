@@ -42,10 +42,10 @@ class MemoryPlan:
 
     Attributes:
         kinds: The bytes at the peak, by kind: parameters, buffers, gradients, optimizer (its state), buckets (copies of
-            the gradients that `DDPTrainer` sends), batch, activations (of the forward pass), temporary (of backward,
-            clipping and update, with recomputed activations), gathered (the blocks of a sharded model that are
-            whole at that moment, and the buffers from which they are copied and in which their gradients are sent)
-            and messages (copies that gloo makes of a message).
+            the gradients that `DDPTrainer` sends, and the state of their compression), batch, activations (of the
+            forward pass), temporary (of backward, clipping and update, with recomputed activations), gathered (the
+            blocks of a sharded model that are whole at that moment, and the buffers from which they are copied and in
+            which their gradients are sent) and messages (copies that gloo makes of a message).
         collectives: The bytes that a process gives to each collective operation per update; for an `all_gather`, the
             bytes of its result.
         num_processes: The number of processes.
@@ -152,9 +152,10 @@ def plan_memory(
         batch_size = max(map(trainer.batch_length, batches))
         tracker.batch_bytes = max(map(_bytes_of, batches))
         layer = _Phases(trainer, tracker, None if size == 1 else parallel)
-        with warnings.catch_warnings(), fake_group(size), tracker:
+        with warnings.catch_warnings(), fake_group(size), _after_warm_up(parallel, notes), tracker:
             warnings.simplefilter("ignore")
             layer.fit(max_length=Batches(2 * window), checkpoint_period=Batches(0))
+    notes += [f"{place}: a result whose length depends on values has its full length" for place in tracker.full_lengths]
     kinds = {kind: tracker.at_peak[kind] for kind in KINDS if tracker.at_peak[kind]}
     strategy = "one process" if size == 1 else "data parallel" if sharded is None else "sharded"
     return MemoryPlan(kinds, layer.collectives, size, strategy, batch_size, memory, tuple(notes))
@@ -254,10 +255,8 @@ class _Phases(TrainerDecorator):
     def train_step(self, batch: Any) -> Mapping[str, Any]:
         if self._num_steps == self.context.run.window.size:
             self.tracker.sent.clear()
-        if self._num_steps == 0 and self.parallel is not None:
-            for exchange in self.parallel._exchanges.by_optimizer.values():
-                for bucket in exchange.buckets:
-                    self.tracker.add(bucket.flat, "buckets")
+        if self._num_steps == 0:
+            self._note_buckets()
         self._num_steps += 1
         with self._in("activations"):
             return super().train_step(batch)
@@ -272,6 +271,8 @@ class _Phases(TrainerDecorator):
     def clip_gradients(self, optimizer: Optimizer) -> None:
         with self._in("update"):
             super().clip_gradients(optimizer)
+        # Compressed gradients are divided when they are averaged for the first time.
+        self._note_buckets()
 
     def optimizer_step(self, optimizer: Optimizer) -> bool:
         with self._in("update"):
@@ -299,6 +300,12 @@ class _Phases(TrainerDecorator):
         finally:
             self.tracker.phase = before
 
+    def _note_buckets(self) -> None:
+        exchanges = () if self.parallel is None else self.parallel._exchanges.by_optimizer.values()
+        for bucket in (bucket for exchange in exchanges for bucket in exchange.buckets):
+            for tensor in (bucket.flat, *(() if bucket.codec is None else bucket.codec.tensors())):
+                self.tracker.add(tensor, "buckets")
+
     def _watch(self, parameter: Tensor) -> None:
         """Count the gradient of a parameter as one as soon as it is complete."""
 
@@ -313,6 +320,22 @@ class _Phases(TrainerDecorator):
         node = node.next_functions[0][0]
         self._nodes.append(node)
         self._hooks.append(node.register_hook(note))
+
+
+@contextmanager
+def _after_warm_up(parallel: DataParallel | None, notes: list[str]) -> Iterator[None]:
+    """Compress the gradients of all updates, as after the first updates of a run, which may send them in full."""
+    before = None if parallel is None else parallel._exchanges._compression
+    if parallel is None or before is None:
+        yield
+        return
+    after = parallel._exchanges._compression = before.after_warm_up()
+    if after != before:
+        notes.append(f"the messages are those after the warm-up of {before!r}")
+    try:
+        yield
+    finally:
+        parallel._exchanges._compression = before
 
 
 @contextmanager

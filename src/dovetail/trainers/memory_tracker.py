@@ -8,13 +8,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._guards import active_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.distributed import device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -54,6 +55,8 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         # Numbers that the host has written, by the address of a storage and the position.
         self._written: dict[int, dict[int, float]] = {}
         self._patch: Any = None
+        # Places in the user's code whose results have an unknown length, which are planned at full length.
+        self.full_lengths: dict[str, None] = {}
 
     def __enter__(self) -> MemoryTracker:
         resize = torch.UntypedStorage.resize_
@@ -107,7 +110,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         if func is _CHECKS_OVERFLOW:
             self._overflow_flags.add(args[1].untyped_storage()._cdata)
         with self._fake:
-            outputs = func(*args, **kwargs)
+            outputs = self._call(func, args, kwargs)
         for output in tree_leaves(outputs):
             if isinstance(output, Tensor) and output.untyped_storage()._cdata not in self._storages:
                 self.add(output, self.phase)
@@ -161,6 +164,25 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
     def restart(self) -> None:
         """Forget the peak so far."""
         self._peak = -1
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call an operator; a result whose length depends on values, such as that of a mask, has the full length."""
+        if func is torch.ops.aten.index.Tensor and any(map(_is_mask, args[1])):
+            self.full_lengths[_place()] = None
+            args = args[0], [it for index in args[1] for it in (_positions(index) if _is_mask(index) else [index])]
+        elif func is torch.ops.aten.masked_select.default:
+            self.full_lengths[_place()] = None
+            shape: Any = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]  # torch
+            return args[0].new_empty(shape.numel())
+        elif func is torch.ops.aten.nonzero.default:
+            self.full_lengths[_place()] = None
+            return args[0].new_empty((args[0].numel(), args[0].ndim), dtype=torch.int64)
+        try:
+            return func(*args, **kwargs)
+        except DynamicOutputShapeException as error:
+            raise ConfigError(
+                f"plan: {_place()}: the length of the result of {func} depends on values, which a plan does not have"
+            ) from error
 
     def _read(self, tensor: Tensor) -> float:
         """Return a number that the host wrote, or a plausible one: a finite loss, the first step, no overflow."""
@@ -285,6 +307,23 @@ def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return call
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def _positions(mask: Tensor) -> list[Tensor]:
+    """Return indices in place of a mask, as if it were true everywhere."""
+    return [mask.new_empty(mask.numel(), dtype=torch.int64) for _ in range(mask.ndim)]
+
+
+def _place() -> str:
+    """Return the file and line of the running code that is neither torch's nor the library's."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in ("torch", "dovetail"):
+        frame = frame.f_back
+    return "a step" if frame is None else f"line {frame.f_lineno} of {Path(frame.f_code.co_filename).name}"
 
 
 def _has_parts(types: Any) -> bool:

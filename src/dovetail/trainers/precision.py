@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dovetail.accelerators import supports_bfloat16, to_host
+from dovetail.distributed import is_part, whole
 from dovetail.errors import ConfigError
 from dovetail.trainers import other_libraries
 
@@ -145,10 +146,43 @@ class Precision:
         self.__dict__.update(state, _watched=WeakSet())
 
     def _new_scaler(self) -> torch.amp.GradScaler:
-        return torch.amp.GradScaler(self.device_type, init_scale=self._init_scale)
+        return _Scaler(self.device_type, init_scale=self._init_scale)
 
     def _note(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._stepped = True
+
+
+class _Scaler(torch.amp.GradScaler):
+    """A scaler for models of which only some parameters are divided among processes.
+
+    Torch's operation for a list of gradients accepts either divided ones or plain ones.
+    """
+
+    def _unscale_grads_(self, optimizer: Any, *args: Any) -> dict[torch.device, Tensor]:
+        gradients = [it.grad for group in optimizer.param_groups for it in group["params"] if it.grad is not None]
+        # `map` makes no Python call; in the usual case all have one type.
+        if len(set(map(type, gradients))) < 2:
+            return super()._unscale_grads_(optimizer, *args)
+        found: dict[torch.device, Tensor] = {}
+        for is_divided in (True, False):
+            chosen: Any = _Some(optimizer, is_divided)
+            for device, overflow in super()._unscale_grads_(chosen, *args).items():
+                # The overflow of a divided gradient is that of all parts: torch exchanges it.
+                found[device] = whole(overflow) + found.get(device, 0.0)
+        return found
+
+
+class _Some:
+    """The divided or the other parameters of an optimizer.
+
+    Args:
+        optimizer: The optimizer.
+        is_divided: Which of them.
+    """
+
+    def __init__(self, optimizer: Optimizer, is_divided: bool) -> None:
+        chosen = [it for group in optimizer.param_groups for it in group["params"] if is_part(it.grad) == is_divided]
+        self.param_groups = [{"params": chosen}]
 
 
 def _best_dtype(device_type: str) -> torch.dtype:

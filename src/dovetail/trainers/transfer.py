@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dovetail.callbacks.ema import WeightAverage
 from dovetail.runtime.relay import is_storable
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.context import Plan
@@ -55,3 +56,6 @@ def apply_trained_state(trainer: Trainer, plan: Plan, result: Mapping[str, Any])
     trainer.load_state_dict(result["trainer"])
     context.state.update(result["shared"])
     context.run.stop_reason = result["stop_reason"]
+    for callback in context.callbacks:
+        if isinstance(callback, WeightAverage) and context.model is not None:
+            callback.bind(context.model)

@@ -27,7 +27,7 @@ class Window:
         closes: True if the running batch is the last of its window, so that optimizers really step.
     """
 
-    __slots__ = ("_deferred", "_expected", "_items", "_position", "closes", "opens", "size")
+    __slots__ = ("_deferred", "_expected", "_items", "_position", "_settled", "closes", "opens", "size")
 
     def __init__(self, size: int = 1) -> None:
         self.size = size
@@ -37,6 +37,8 @@ class Window:
         self._expected: Any = 1
         self._items: Any = 0
         self._deferred: list[Optimizer] = []
+        # Ids of the parameters whose gradients are rescaled, since the last loss.
+        self._settled: set[int] = set()
 
     def start_batch(self, *, is_last: bool) -> None:
         """Add a batch to the window; `is_last` closes the window at the end of an epoch."""
@@ -58,6 +60,7 @@ class Window:
             if self.opens:
                 self._expected = positive(num_items) * self.size
             self._items = self._items + num_items
+        self._settled.clear()
         return num_items / self._expected
 
     @property
@@ -94,8 +97,10 @@ class Window:
         if isinstance(factor, Tensor) or factor != 1.0:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    if parameter.grad is not None:
+                    # Another optimizer with the same parameter has rescaled its gradient.
+                    if parameter.grad is not None and id(parameter) not in self._settled:
                         parameter.grad.mul_(factor)
+                        self._settled.add(id(parameter))
 
     def defer(self, optimizers: Iterable[Optimizer]) -> None:
         """Store optimizers whose step was requested before the window closes."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from problem import Problem, assert_same_weights
@@ -95,6 +97,40 @@ def test_recomputed_blocks_give_the_bits_of_stored_activations(
     stored = train(OUTER[outer](build(**settings)), problem)
     recomputed = OUTER[outer](ActivationCheckpointTrainer(build(**settings), **choice))
     assert_same_weights(train(recomputed, problem), stored)
+
+
+class Drops(nn.Module):
+    """Draws with the generators of Python and NumPy: noise, and LayerDrop. With or without buffers."""
+
+    def __init__(self, norm: bool) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(12, 12), nn.BatchNorm1d(12) if norm else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if random.random() < 0.4:
+            return x
+        outputs: Tensor = x + torch.tanh(self.norm(self.linear(x)) * np.random.normal())
+        return outputs
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_python_and_numpy_draw_the_same_numbers_in_the_second_computation(problem: Problem, norm: bool) -> None:
+    def trained(wrap: Callable[[Any], Any]) -> tuple[nn.Module, float, float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 12), *(Drops(norm) for _ in range(4)), nn.Linear(12, 3))
+        settings: dict[str, Any] = {
+            "optim_function": "SGD",
+            "learning_rate": 0.1,
+            "batch_size": 8,
+            "seed": 1,
+            "verbose": False,
+        }
+        return train(wrap(Trainer(model, "cpu", **settings)), problem), random.random(), np.random.normal()
+
+    (stored, *numbers), (recomputed, *others) = trained(lambda it: it), trained(ActivationCheckpointTrainer)
+    assert_same_weights(recomputed, stored)
+    # A run without the layer draws the same numbers later.
+    assert others == numbers
 
 
 def test_decorator_and_add_on_give_equal_bits(problem: Problem) -> None:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from dovetail import Epochs
 from dovetail.errors import ConfigError, DataError, NonFiniteLossError
+from dovetail.trainers import Trainer
 from dovetail.trainers.composable import ComposableTrainer
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.strategies import (
@@ -192,6 +193,25 @@ def test_accumulated_gradients_equal_the_gradients_of_large_batches(
     train(model, small, optimizer_strategy=SGD, training_step_strategy=GradientAccumulationStepStrategy(4), epochs=2)
     train_by_hand(by_hand, large, torch.optim.SGD(by_hand.parameters(), lr=0.1), epochs=2)
     for one, other in zip(model.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_parameters_of_two_optimizers_are_rescaled_once_per_window(problem: Problem) -> None:
+    batches = [(problem.x[:8].double(), problem.y[:8]), (problem.x[8:13].double(), problem.y[8:13])]
+
+    def trained(data: Any, accumulation_steps: int) -> nn.Module:
+        model = problem.model(dtype=torch.float64)
+
+        class TwoOptimizers(Trainer):
+            def get_optimizer(self, model: nn.Module) -> Any:
+                return [torch.optim.SGD(model.parameters(), lr=rate) for rate in (0.1, 0.05)]
+
+        trainer = TwoOptimizers(model, "cpu", num_epochs=1, accumulation_steps=accumulation_steps, verbose=False)
+        trainer.fit(data)
+        return model
+
+    whole = trained([tuple(torch.cat(parts) for parts in zip(*batches, strict=True))], 1)
+    for one, other in zip(trained(batches, 2).parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -43,6 +43,10 @@ class Codec(ABC):
             counts: The number of processes that have a gradient, for each parameter.
         """
 
+    @abstractmethod
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that stay in memory between the updates, besides the bucket."""
+
     def state(self) -> list[dict[str, Tensor]]:
         """Return the state of each parameter, empty if it has none."""
         return [{} for _ in self.parts]
@@ -70,6 +74,10 @@ class Compression(ABC):
     def applies(self, num_updates: int) -> bool:
         """Return whether the gradients of an update are compressed, given the number of updates before it."""
         return True
+
+    def after_warm_up(self) -> Compression:
+        """Return the same compression that applies from the first update."""
+        return self
 
 
 @dataclass(frozen=True)
@@ -131,6 +139,10 @@ class PowerSGD(Compression):
         """Return whether the warm-up is over."""
         return num_updates >= self.warm_up
 
+    def after_warm_up(self) -> Compression:
+        """Return the same compression that applies from the first update."""
+        return replace(self, warm_up=0)
+
 
 _NAMES: dict[str, Compression] = {
     "bf16": HalfPrecision(torch.bfloat16),
@@ -189,6 +201,9 @@ class _HalfCodec(Codec):
         self.flat.copy_(self._message)
         if self._unit != 1.0:
             self.flat.mul_(self._unit)
+
+    def tensors(self) -> list[Tensor]:
+        return [self._message]
 
     def load(self, states: Sequence[Mapping[str, Tensor]]) -> None:
         """Do nothing: half precision has no state."""
@@ -266,6 +281,9 @@ class _PowerCodec(Codec):
                 factors.right = torch.where(is_stored, factors.new_right, factors.right)
                 factors.error = torch.where(is_stored & (weight != 0), error, factors.error)
             factors.matrix.copy_(approximation)
+
+    def tensors(self) -> list[Tensor]:
+        return [self._first, self._second, *(it for each in self._factors for it in (each.error, each.right))]
 
     def state(self) -> list[dict[str, Tensor]]:
         states = super().state()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dovetail.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 # From the outermost to the innermost: consecutive ranks differ in the last coordinate.
 DIMENSIONS = ("replicate", "shard", "tensor")
@@ -54,6 +57,18 @@ def check_mesh(mesh: Any) -> dict[str, int]:
             f"which one may be -1, got {mesh!r}"
         )
     return {name: mesh.get(name, 1) for name in DIMENSIONS}
+
+
+def check_same_mesh(mesh: DeviceMesh, sizes: Mapping[str, int]) -> None:
+    """Raise if the mesh over which a model is divided has other sizes than the requested one."""
+    names = mesh.mesh_dim_names or ()
+    present = dict(zip(names, mesh.shape, strict=False))
+    # A mesh of the user's own script may have other names.
+    if names and set(names) <= set(DIMENSIONS) and present != sizes:
+        raise ConfigError(
+            f"mesh: this model is already divided over the mesh {present}, and this run requests {dict(sizes)}; give "
+            f"mesh={present}, or load the weights into a new model"
+        )
 
 
 def show_mesh(mesh: Mapping[str, int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,6 +11,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -158,21 +160,28 @@ class _Recomputed:
         if not is_compiling and get_proxy_mode() is not None:
             raise CannotCompileError("ActivationCheckpointing computes blocks again in the backward pass")
         buffers = dict(self._block.named_buffers())
-        # A compiled graph keeps the buffers right itself: it computes again only what has no effects.
-        if not buffers or is_compiling:
+        if is_compiling:
+            # A compiled graph keeps the buffers right itself: it computes again only what has no effects.
             context: dict[str, Any] = {"context_fn": partial(_selective, self._keep)} if self._keep else {}
             return checkpoint(self._forward, *args, use_reentrant=False, **context, **kwargs)
+        first, second = _selective(self._keep) if self._keep else (nullcontext(), nullcontext())
+        random_numbers = _SameRandomNumbers(second)
+        if not buffers:
+            contexts = first, random_numbers
+            outputs = checkpoint(self._forward, *args, use_reentrant=False, context_fn=lambda: contexts, **kwargs)
+            random_numbers.end_first()
+            return outputs
         changing = self._changing
         copies = {name: it.clone() for name, it in buffers.items() if changing is None or name in changing}
         versions = {name: it._version for name, it in buffers.items()}
-        first, second = _selective(self._keep) if self._keep else (nullcontext(), nullcontext())
         outputs = checkpoint(
             self._forward,
             *args,
             use_reentrant=False,
-            context_fn=lambda: (first, _OldBuffers(self._block, copies, second)),
+            context_fn=lambda: (first, _OldBuffers(self._block, copies, random_numbers)),
             **kwargs,
         )
+        random_numbers.end_first()
         now = dict(self._block.named_buffers())
         changed = {name for name, it in buffers.items() if now.get(name) is not it or it._version != versions[name]}
         if changing is None:
@@ -217,6 +226,50 @@ class _OldBuffers:
             for owner, name, value in self._present:
                 owner[name] = value
             self._present = []
+
+
+class _SameRandomNumbers:
+    """Context in which Python and NumPy draw the numbers of the first computation again; torch restores its own.
+
+    Otherwise a block that draws with `random.random()`, such as LayerDrop, would compute something else.
+    """
+
+    def __init__(self, inner: AbstractContextManager[Any]) -> None:
+        self._inner = inner
+        self._first: list[Any] | None = _states()
+        self._present: list[Any] | None = None
+
+    def end_first(self) -> None:
+        """Drop the states if the first computation has drawn nothing, which is usual."""
+        if self._first == _states():
+            self._first = None
+
+    def __enter__(self) -> None:
+        if self._first is not None:
+            self._present = _states()
+            _set_states(self._first)
+        self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            self._inner.__exit__(*error)
+        finally:
+            if self._present is not None:
+                _set_states(self._present)
+                self._present = None
+
+
+def _states() -> list[Any]:
+    """Return the states of the generators of Python and NumPy, which can be compared."""
+    state: Any = np.random.get_state(legacy=True)
+    kind, numbers, *rest = state
+    return [random.getstate(), kind, numbers.tobytes(), *rest]
+
+
+def _set_states(states: list[Any]) -> None:
+    python, kind, numbers, *rest = states
+    random.setstate(python)
+    np.random.set_state((kind, np.frombuffer(numbers, np.uint32), *rest))
 
 
 def _selective(keep: list[Any]) -> Contexts:

@@ -16,7 +16,7 @@ from dovetail.distributed import DataGroup, Group, is_part, num_launched, own_pa
 from dovetail.errors import ConfigError
 from dovetail.trainers.capabilities.data_parallel import DataParallel
 from dovetail.trainers.capabilities.deferred import initialize, is_deferred
-from dovetail.trainers.capabilities.meshes import check_mesh, mesh_sizes, show_mesh
+from dovetail.trainers.capabilities.meshes import check_mesh, check_same_mesh, mesh_sizes, show_mesh
 from dovetail.trainers.capabilities.part_holders import PartHolders
 from dovetail.trainers.capabilities.tensor_parallel import LocalWeights, Parallelize, check_plan, parallelize
 from dovetail.trainers.capabilities.trainable import check_gradients
@@ -82,6 +82,10 @@ class ShardedDataParallel(DataParallel):
     _unit: float | None
     # Items of this process in the running accumulation window, without the running batch.
     _items: Any
+    # Parameters whose gradients are complete, by id, since the last backward pass.
+    _averaged: dict[int, Tensor]
+    # Complete gradients that were not cleared before another backward pass, by the id of the parameter.
+    _earlier: dict[int, Tensor]
 
     def __init__(
         self,
@@ -112,6 +116,7 @@ class ShardedDataParallel(DataParallel):
         self._sharded_parameters = []
         self._unit = None
         self._items = 0
+        self._averaged, self._earlier = {}, {}
         super().__init__(*args, **kwargs)
 
     @property
@@ -188,6 +193,7 @@ class ShardedDataParallel(DataParallel):
             super().backward(loss, **kwargs)
             return
         if self._mesh is not None:
+            self._set_aside()
             window = context.run.window
             if window.size > 1:
                 model: Any = context.model
@@ -210,6 +216,10 @@ class ShardedDataParallel(DataParallel):
         context = self.context
         super().after_step(output)
         self._items = 0 if context.run.window.closes else self._own_items()
+        if context.run.window.closes:
+            # The loop clears all gradients before the next batch. An assignment would be a Python call.
+            self._averaged.clear()
+            self._earlier.clear()
 
     # ------------------------------------------------------------------ private
 
@@ -222,6 +232,7 @@ class ShardedDataParallel(DataParallel):
         """Shard the model over the processes, and remember which parameters replace which."""
         context, model = self.context, self.context.model
         self._unit, self._items = None, 0
+        self._averaged, self._earlier = {}, {}
         if group.everyone.size == 1 or model is None:
             return
         if context.stage == "train":
@@ -229,11 +240,12 @@ class ShardedDataParallel(DataParallel):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule
 
+        sizes = mesh_sizes(self._mesh_sizes, group.everyone.size)
         # An earlier run has sharded the model, and `fully_shard` accepts it only once.
         if isinstance(model, FSDPModule):
             self._mesh = _mesh_of(model)
+            check_same_mesh(self._mesh, sizes)
             return
-        sizes = mesh_sizes(self._mesh_sizes, group.everyone.size)
         mesh = init_device_mesh(context.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         before = dict(model.named_parameters())
         if "tensor" in sizes:
@@ -258,6 +270,11 @@ class ShardedDataParallel(DataParallel):
             for module in (*blocks, model):
                 self._shard(group, module)
         self._mesh = _mesh_of(model)
+        # The model is the root of its blocks, even if the first step calls blocks and not the model. Otherwise each
+        # block that is called is a root: torch then rejects a later call of the model, and it does not send the
+        # gradients of a window for a block that the last batch of the window does not call.
+        root: Any = model
+        root._get_fsdp_state()._lazy_init()
         after = dict(model.named_parameters())
         self._sharded_parameters = [(before[name], after[name]) for name in before]
 
@@ -389,6 +406,14 @@ class ShardedDataParallel(DataParallel):
         if self._mesh is None:
             super()._prepare_exchanges(group)
 
+    def _set_aside(self) -> None:
+        """Remove complete gradients before a backward pass adds incomplete ones to them; `_average` adds them again."""
+        # Usually there are none, because a step clears the gradients of its optimizer.
+        for key, parameter in self._averaged.items():
+            if parameter.grad is not None:
+                self._earlier[key], parameter.grad = parameter.grad, None
+        self._averaged.clear()
+
     def _average(self, group: Group, optimizer: Optimizer) -> None:
         """Complete the average: backward has summed gradients that each process weighted by its own items."""
         if self._mesh is None:
@@ -397,8 +422,9 @@ class ShardedDataParallel(DataParallel):
         turn, window = self._turn, self.context.run.window
         notes = self.context.run.batch
         samples, tokens = (0, 0) if self._is_idle() else (notes.num_samples, whole_number(notes.num_tokens))
-        # The window has divided by the items of this process only.
-        own: Any = window.items / window.expected if window.size > 1 else 1.0
+        # The window has divided by the items of this process only. Not `items / expected`: that is 0 in a process
+        # without items, whose shard has the gradients of all processes.
+        own: Any = 1.0 / window.correction if window.size > 1 else 1.0
         own_sums = self._own_items(), turn.tokens + tokens
         total: Any
         extras: list[Any]
@@ -420,8 +446,9 @@ class ShardedDataParallel(DataParallel):
             turn.extras = extras
         factor = (self._unit or 1.0) / positive(total)
         for parameter in (parameter for each in optimizer.param_groups for parameter in each["params"]):
-            gradient = parameter.grad
-            if gradient is None:
+            gradient, key = parameter.grad, id(parameter)
+            # Another optimizer with the same parameter has completed its gradient.
+            if gradient is None or key in self._averaged:
                 continue
             if is_part(gradient):
                 # Torch has summed the parts and divided by the number of processes.
@@ -429,6 +456,9 @@ class ShardedDataParallel(DataParallel):
             else:
                 _scale(gradient, own * factor)
                 group.sum(gradient)
+            if key in self._earlier:
+                own_part(gradient).add_(own_part(self._earlier.pop(key)))
+            self._averaged[key] = parameter
 
 
 _END = object()
