@@ -109,6 +109,38 @@ def prediction(folder: Path) -> Any:
     return [*(trainer.predict(data(size)[0]).tolist() for size in (1, 10)), inferred]
 
 
+class UnevenStream(IterableDataset[Any]):
+    """Samples of which the first process reads one batch, and the others share the rest."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.numbers = numbers
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.numbers:
+            number, *self.numbers = self.numbers
+            inputs, targets = data(23)
+            yield inputs[number], targets[number]
+
+    def split(self, rank: int, world: int) -> UnevenStream:
+        if world == 1:
+            return UnevenStream(self.numbers)
+        return UnevenStream(self.numbers[:2] if rank == 0 else self.numbers[1 + rank :: world - 1])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"numbers": self.numbers}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.numbers = state["numbers"]
+
+
+@case
+def uneven_stream(folder: Path) -> Any:
+    metrics = {"count": WholePass(lambda outputs, targets: float(len(targets))), "auroc": "auroc"}
+    trainer = layer(Trainer(model(), "cpu", metrics=metrics, test_batch_size=2, verbose=False))
+    predicted = trainer.predict(UnevenStream(list(range(23)))).tolist()
+    return {"predicted": sorted(predicted), "metrics": trainer.evaluate(UnevenStream(list(range(23))))}
+
+
 @case
 def even_batches(folder: Path) -> Any:
     return trained(model(), data(48))

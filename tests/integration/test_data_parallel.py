@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,16 @@ def test_every_evaluation_metric_counts_each_sample_once(results: Results, size:
 def test_predictions_are_gathered_in_order(results: Results, size: int) -> None:
     for each in results[size]:
         assert each["prediction"] == results[1][0]["prediction"]
+
+
+@sizes
+def test_predictions_and_metrics_count_every_batch_of_an_uneven_stream(results: Results, size: int) -> None:
+    alone = results[1][0]["uneven_stream"]
+    assert alone["metrics"]["count"] == 23
+    for each in results[size]:
+        found = each["uneven_stream"]
+        assert list(chain(*found["predicted"])) == nearly(list(chain(*alone["predicted"])), 1e-12)
+        assert found["metrics"] == pytest.approx(alone["metrics"], rel=0, abs=1e-12)
 
 
 @sizes

@@ -255,7 +255,9 @@ class DataParallel(Capability):
         if self._group is None or not self.context.process.has_peers:
             return parts
         all_ranks = [each["parts"] for each in self._group.exchange({"parts": parts})]
-        return [each[step] for step in range(len(all_ranks[0])) for each in all_ranks if step < len(each)]
+        # With a stream, any process may have the most batches. Divided data has one batch for each process in turn.
+        num_steps = max(map(len, all_ranks))
+        return [each[step] for step in range(num_steps) for each in all_ranks if step < len(each)]
 
     # ------------------------------------------------------------------ once per batch
 
