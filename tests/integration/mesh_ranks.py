@@ -13,12 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassConfusionMatrix, MulticlassF1Score
 
 from dovetail import Batches, Epochs
 from dovetail.callbacks import EMA, Callback, Timer
 from dovetail.distributed import whole
 from dovetail.errors import ConfigError
 from dovetail.trainers import ActivationCheckpointTrainer, FSDPTrainer, Trainer, TrainingContext
+from dovetail.trainers.metrics import accuracy
 
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 RANK = int(os.environ.get("RANK", "0"))
@@ -105,14 +108,19 @@ def result(trainer: Any) -> Any:
 
 
 def trained(mesh: Mesh | None) -> Any:
-    trainer = make(mesh, callbacks=[EMA(decay=0.9)])
+    confusion = MulticlassConfusionMatrix(2)
+    metrics = {"accuracy": accuracy, "several": MetricCollection({"confusion": confusion, "f1": MulticlassF1Score(2)})}
+    trainer = make(mesh, callbacks=[EMA(decay=0.9)], metrics=metrics)
     trainer.fit(data(53), data(17), max_length=Epochs(1))
     predicted = trainer.predict(data(17)[0]).flatten().tolist()
     # Which parts of two matrices the processes hold.
     shapes = [
         tuple(getattr(it, "_local_tensor", it).shape) for it in (trainer.model.body[0].weight, trainer.model.up.weight)
     ]
-    return {**result(trainer), "predicted": predicted, "shapes": shapes}
+    names = ("f1", *(f"confusion_{number}" for number in range(4)))
+    synced = [trainer.history.get_latest_metric(f"valid_several_{name}") for name in names]
+    assert confusion.process_group is None
+    return {**result(trainer), "predicted": predicted, "shapes": shapes, "synced": synced}
 
 
 def noisy(mesh: Mesh | None) -> Any:

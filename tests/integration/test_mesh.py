@@ -43,6 +43,16 @@ def test_every_mesh_trains_and_predicts_as_one_process(results: Results, size: i
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("size", MESHES)
+def test_metrics_that_synchronise_themselves_count_each_sample_once(results: Results, size: int) -> None:
+    expected = results[1][0]["trained"]["synced"]
+    assert sum(expected[1:]) == 17
+    for each in results[size]:
+        for mesh, found in each["trained"].items():
+            assert found["synced"] == pytest.approx(expected, rel=0, abs=1e-6), mesh
+
+
+@pytest.mark.slow
 def test_a_process_holds_one_part_of_one_copy(results: Results) -> None:
     # A matrix of 7 rows, and one of 12 rows that the plan divides.
     shapes = {mesh: [each["trained"][mesh]["shapes"] for each in results[4]] for mesh in MESHES[4]}

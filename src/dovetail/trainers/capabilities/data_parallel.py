@@ -24,6 +24,7 @@ from dovetail.trainers.capabilities.auto_batch import AutoBatch
 from dovetail.trainers.capabilities.compression import Compression, as_compression
 from dovetail.trainers.capabilities.core import Capability
 from dovetail.trainers.capabilities.exchanges import Exchanges
+from dovetail.trainers.capabilities.metric_groups import MetricGroups
 from dovetail.trainers.capabilities.timed import Timed
 from dovetail.trainers.context import Stage
 from dovetail.trainers.counts import TOKEN_UNIT, join_on_device, whole_number
@@ -74,6 +75,7 @@ class DataParallel(Capability):
     _group: Group | None
     _turn: _StepState
     _exchanges: Exchanges
+    _metric_groups: MetricGroups
 
     def __init__(
         self,
@@ -107,6 +109,7 @@ class DataParallel(Capability):
         self._turn = _StepState()
         super().__init__(*args, **kwargs)
         self._exchanges = Exchanges(self.context, bucket_size, form)
+        self._metric_groups = MetricGroups()
 
     # ------------------------------------------------------------------ once per run
 
@@ -144,6 +147,7 @@ class DataParallel(Capability):
         # Before an inner layer builds a loader, whose order must be the same in all processes.
         context.state["order_seed"] = group.exchange({"seed": context.state["order_seed"]})[0]["seed"]
         super().setup()
+        self._metric_groups.set(group, context.run.metrics.values())
         self._start_alike(group)
         if self._syncs_norms and group.size > 1 and context.model is not None:
             assert context.run.trainer is not None
@@ -172,6 +176,7 @@ class DataParallel(Capability):
             if self._norm_sync is not None:
                 self._norm_sync.remove()
                 self._norm_sync = None
+            self._metric_groups.restore()
             if group is not None:
                 self._exchanges.leave()
                 if isinstance(error, Exception):
