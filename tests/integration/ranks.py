@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from dovetail import Batches, Epochs, Tokens
-from dovetail.callbacks import EMA, Callback
+from dovetail.callbacks import EMA, Callback, ReduceOnPlateau
 from dovetail.compat import zae_engine
 from dovetail.distributed import PeerError
 from dovetail.errors import ConfigError
@@ -345,6 +345,55 @@ def two_optimizers(folder: Path) -> Any:
     source = torch.randn(48, 5, generator=generator), torch.randn(48, 3, generator=generator)
     trainer.fit(source, max_length=Epochs(2))
     return weights(pair)
+
+
+# ------------------------------------------------------------------ metrics without synchronisation
+
+
+class PassesOfRank:
+    """Counts passes upwards in the first process and downwards in the others, so that each would decide differently."""
+
+    passes = 0
+
+    def reset(self) -> None:
+        self.passes += 1 if rank() == 0 else -1
+
+    def update(self, outputs: Any, targets: Any) -> None: ...
+
+    def compute(self) -> float:
+        return float(self.passes)
+
+
+class OwnValidation(Trainer):
+    """Adds a number that is different in every process to a validation, and to an epoch."""
+
+    def train_epoch(self) -> Any:
+        return {**super().train_epoch(), "rank": torch.tensor(rank())}
+
+    def val_epoch(self) -> Any:
+        return {**super().val_epoch(), "rank": torch.tensor(rank()), "undefined": float("nan")}
+
+
+class Received(Callback):
+    def __init__(self) -> None:
+        self.metrics: list[Any] = []
+
+    def on_validation_end(self, context: Any, metrics: Any) -> None:
+        self.metrics.append({name: str(float(value)) for name, value in metrics.items()})
+
+    on_epoch_end = on_validation_end
+
+
+@case
+def metrics_of_one_process(folder: Path) -> Any:
+    module, received = model(), Received()
+    callbacks = [ReduceOnPlateau("valid_own", mode="max", patience=0), received]
+    settings = {**SETTINGS, "batch_size": GLOBAL_BATCH // world(), "metrics": {"own": PassesOfRank()}}
+    settings |= {"callbacks": callbacks, "best_metric": "valid_own", "best_mode": "max", "save_best": True}
+    trainer = layer(OwnValidation(module, "cpu", checkpoint_dir=folder, save_every=-1, **settings))
+    trainer.fit(data(24), data(17), max_length=Epochs(3))
+    found = {"weights": weights(module), "metrics": received.metrics, "best": trainer.context.run.saver.best}
+    return {**found, "evaluated": trainer.evaluate(data(17))["own"], "rate": trainer.optimizer.param_groups[0]["lr"]}
 
 
 # ------------------------------------------------------------------ data of other forms

@@ -98,6 +98,15 @@ def test_every_evaluation_metric_counts_each_sample_once(results: Results, size:
 
 
 @sizes
+def test_every_process_decides_by_the_metrics_of_the_first_one(results: Results, size: int) -> None:
+    first, *others = [each["metrics_of_one_process"] for each in results[size]]
+    assert first["metrics"][0].items() >= {"valid_own": "1.0", "valid_rank": "0.0", "valid_undefined": "nan"}.items()
+    assert first["metrics"][1]["train_rank"] == "0.0"
+    assert [first["best"], first["evaluated"], first["rate"]] == [3.0, 4.0, 0.3]
+    assert all(other == first for other in others)
+
+
+@sizes
 def test_predictions_are_gathered_in_order(results: Results, size: int) -> None:
     for each in results[size]:
         assert each["prediction"] == results[1][0]["prediction"]
