@@ -9,6 +9,7 @@ import json
 import os
 import runpy
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 
 from dovetail import Batches, Epochs, Tokens
 from dovetail.callbacks import EMA, Callback, ReduceOnPlateau
+from dovetail.checkpoint import CheckpointWarning
 from dovetail.compat import zae_engine
 from dovetail.distributed import PeerError
 from dovetail.errors import ConfigError
@@ -95,8 +97,6 @@ def evaluation(folder: Path) -> Any:
     whole = WholePass(lambda outputs, targets: (outputs[:, 0] * targets).square().mean().sqrt())
     metrics = {"f1": MulticlassF1Score(2), "share": one_hot_share, "whole": whole, "auroc": "auroc"}
     trainer = layer(Trainer(model(), "cpu", metrics=metrics, val_batch_size=2, verbose=False))
-    import warnings
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return [{name: str(value) for name, value in trainer.evaluate(data(size)).items()} for size in range(34)]
@@ -546,6 +546,20 @@ def resumed(folder: Path) -> Any:
         "draws": torch.rand(1).item(),
         "files": sorted(path.name for path in (folder / "halves").iterdir()) if rank() == 0 else [],
     }
+
+
+@case
+def last_write_fails(folder: Path) -> Any:
+    if rank() == 0:
+        # A checkpoint does not replace a file of the user.
+        (folder / "ck_epoch_1_iter_2").touch()
+    settings = {**SETTINGS, "batch_size": GLOBAL_BATCH // world(), "save_every": -1, "on_save_error": "warn"}
+    trainer = layer(Trainer(model(), "cpu", checkpoint_dir=folder, **settings))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(data(24), max_length=Epochs(1))
+    failed = [str(it.message) for it in caught if issubclass(it.category, CheckpointWarning)]
+    return {"failed": failed, "epoch": trainer.context.progress.epoch}
 
 
 @case

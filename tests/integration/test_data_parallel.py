@@ -179,6 +179,15 @@ def test_only_one_process_writes_checkpoints(results: Results, size: int) -> Non
     assert not [name for name in files if name.startswith(".")]
 
 
+@sizes
+def test_a_last_write_that_fails_with_a_warning_does_not_end_the_run(results: Results, size: int) -> None:
+    found = [each["last_write_fails"] for each in (*results[1], *results[size])]
+    assert [each["epoch"] for each in found] == [1] * (1 + size)
+    # The first process tries again at the end of training, as a single process does.
+    assert [len(each["failed"]) for each in found] == [2, 2] + [0] * (size - 1)
+    assert all("ck_epoch_1_iter_2: not a checkpoint" in it for each in found for it in each["failed"])
+
+
 @pytest.mark.parametrize("size", [1, 3])
 def test_another_number_of_processes_continues_the_epoch(results: Results, size: int) -> None:
     begun = [sample for each in results[2] for sample in each["other_world_size"]["samples"]]
