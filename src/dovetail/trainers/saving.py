@@ -342,8 +342,8 @@ def finish(trainer: Trainer) -> None:
         raise
     if path is None:
         return
-    # A write that failed with a warning has left no checkpoint.
-    if not path.exists():
+    # A warning of an earlier step may have reported it.
+    if saver.writer.failed:
         saver.saved_at = None
     elif trainer.context.process.is_main:
         _notify(trainer, path)
