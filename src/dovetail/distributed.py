@@ -58,7 +58,7 @@ class PeerError(DovetailError):
 
 
 class StoppedPeerError(PeerError):
-    """Another process of the run was stopped, and did not continue in time."""
+    """Another process of the run was stopped or late, and did not continue in time."""
 
 
 def is_launched() -> bool:
