@@ -18,9 +18,9 @@ from torchmetrics.classification import MulticlassConfusionMatrix, MulticlassF1S
 
 from dovetail import Batches, Epochs
 from dovetail.callbacks import EMA, Callback, Timer
-from dovetail.distributed import whole
+from dovetail.distributed import own_part, whole
 from dovetail.errors import ConfigError
-from dovetail.trainers import ActivationCheckpointTrainer, FSDPTrainer, Trainer, TrainingContext
+from dovetail.trainers import ActivationCheckpointTrainer, AMPTrainer, FSDPTrainer, Trainer, TrainingContext
 from dovetail.trainers.metrics import accuracy
 
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
@@ -137,6 +137,31 @@ def normed(mesh: Mesh | None) -> Any:
     return result(trainer)
 
 
+class Overflow(Callback):
+    """Records for every update whether the gradients that this process holds have an infinite number."""
+
+    def __init__(self) -> None:
+        self.found: list[bool] = []
+
+    def on_gradients(self, context: TrainingContext, optimizer: torch.optim.Optimizer) -> None:
+        assert context.model is not None
+        gradients = [own_part(it.grad) for it in context.model.parameters() if it.grad is not None]
+        self.found.append(not all(bool(it.isfinite().all()) for it in gradients))
+
+
+def overflowed(mesh: Mesh) -> Any:
+    """Train in float16 with a weight that lets the gradients of the last unit overflow, and of no other one."""
+    model, overflow = Net().float(), Overflow()
+    # Otherwise the processes of a tensor-parallel group would add up the overflow in the gradients of the inputs.
+    model.body.requires_grad_(False)
+    with torch.no_grad():
+        model.down.weight[0, -1] = 60.0
+    trainer = AMPTrainer(make(mesh, model, callbacks=[overflow]), precision="fp16")
+    inputs, targets = data(96)
+    trainer.fit((inputs.float(), targets), max_length=Epochs(2))
+    return {"weights": weights(model), "found": overflow.found, "updates": trainer.context.progress.updates}
+
+
 def stopped(mesh: Mesh) -> Any:
     timer = Timer(flops=True, peak_flops=1e9)
     trainer = make(mesh, callbacks=[StopInLastProcess(), timer])
@@ -211,6 +236,7 @@ def run(folder: Path) -> dict[str, Any]:
     found["noisy"] = noisy((1, 1, WORLD))
     if WORLD == 4:
         found["normed"] = normed((1, 2, 2))
+        found["overflowed"] = overflowed((1, 2, 2))
         found["stopped"] = stopped((1, 2, 2))
         found["rejected"] = rejected()
         for mesh in MESHES:

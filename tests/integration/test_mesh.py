@@ -81,6 +81,16 @@ def test_batch_norm_counts_every_sample_once(results: Results) -> None:
 
 
 @pytest.mark.slow
+def test_an_overflow_in_one_tensor_parallel_process_skips_the_step_in_all(results: Results) -> None:
+    first, *others = [each["overflowed"] for each in results[4]]
+    # Only the processes with the last unit can find it.
+    assert [any(each["overflowed"]["found"]) for each in results[4]] == [False, False, False, True]
+    assert first["updates"] == 8 - sum(others[-1]["found"])
+    for other in others:
+        assert [other["updates"], other["weights"]] == [first["updates"], first["weights"]]
+
+
+@pytest.mark.slow
 def test_a_stop_request_of_any_process_stops_all_of_them(results: Results) -> None:
     # The request of one process after update 2 travels with the next update.
     assert [each["stopped"]["updates"] for each in results[4]] == [3] * 4
