@@ -39,6 +39,7 @@ __all__ = [
     "num_launched",
     "own_part",
     "part_of",
+    "share_overflow",
     "whole",
 ]
 
@@ -58,7 +59,7 @@ class PeerError(DovetailError):
 
 
 class StoppedPeerError(PeerError):
-    """Another process of the run was stopped, and did not continue in time."""
+    """Another process of the run was stopped or late, and did not continue in time."""
 
 
 def is_launched() -> bool:
@@ -112,6 +113,20 @@ def part_of(tensor: Tensor, like: Any) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def share_overflow(gradients: Iterable[Tensor | None], flags: Iterable[Tensor]) -> None:
+    """Set flags in all processes if one of them has set its own, after float16 gradients were unscaled.
+
+    Torch exchanges the flags over the dimensions of the mesh that divide the first gradient. If another gradient is
+    divided over more of them, only some processes would skip the step, and the weights would differ. A collective call.
+    """
+    sharding = sys.modules.get("torch.distributed.tensor")
+    if sharding is None:
+        return
+    if len({(it.device_mesh, it.placements) for it in gradients if isinstance(it, sharding.DTensor)}) > 1:
+        for flag in flags:
+            dist.all_reduce(own_part(flag), dist.ReduceOp.MAX)
 
 
 def _joining_order(parts: Any) -> list[int]:

@@ -13,12 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassConfusionMatrix, MulticlassF1Score
 
 from dovetail import Batches, Epochs
 from dovetail.callbacks import EMA, Callback, Timer
-from dovetail.distributed import whole
+from dovetail.distributed import own_part, whole
 from dovetail.errors import ConfigError
-from dovetail.trainers import ActivationCheckpointTrainer, FSDPTrainer, Trainer, TrainingContext
+from dovetail.trainers import ActivationCheckpointTrainer, AMPTrainer, FSDPTrainer, Trainer, TrainingContext
+from dovetail.trainers.metrics import accuracy
 
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 RANK = int(os.environ.get("RANK", "0"))
@@ -105,14 +108,19 @@ def result(trainer: Any) -> Any:
 
 
 def trained(mesh: Mesh | None) -> Any:
-    trainer = make(mesh, callbacks=[EMA(decay=0.9)])
+    confusion = MulticlassConfusionMatrix(2)
+    metrics = {"accuracy": accuracy, "several": MetricCollection({"confusion": confusion, "f1": MulticlassF1Score(2)})}
+    trainer = make(mesh, callbacks=[EMA(decay=0.9)], metrics=metrics)
     trainer.fit(data(53), data(17), max_length=Epochs(1))
     predicted = trainer.predict(data(17)[0]).flatten().tolist()
     # Which parts of two matrices the processes hold.
     shapes = [
         tuple(getattr(it, "_local_tensor", it).shape) for it in (trainer.model.body[0].weight, trainer.model.up.weight)
     ]
-    return {**result(trainer), "predicted": predicted, "shapes": shapes}
+    names = ("f1", *(f"confusion_{number}" for number in range(4)))
+    synced = [trainer.history.get_latest_metric(f"valid_several_{name}") for name in names]
+    assert confusion.process_group is None
+    return {**result(trainer), "predicted": predicted, "shapes": shapes, "synced": synced}
 
 
 def noisy(mesh: Mesh | None) -> Any:
@@ -142,6 +150,31 @@ def counted(mesh: Mesh | None) -> Any:
     trainer = make(mesh, train_step=train_step, shuffle=False)
     trainer.fit((*data(24), counts), max_length=Epochs(1))
     return weights(trainer.model)
+
+
+class Overflow(Callback):
+    """Records for every update whether the gradients that this process holds have an infinite number."""
+
+    def __init__(self) -> None:
+        self.found: list[bool] = []
+
+    def on_gradients(self, context: TrainingContext, optimizer: torch.optim.Optimizer) -> None:
+        assert context.model is not None
+        gradients = [own_part(it.grad) for it in context.model.parameters() if it.grad is not None]
+        self.found.append(not all(bool(it.isfinite().all()) for it in gradients))
+
+
+def overflowed(mesh: Mesh) -> Any:
+    """Train in float16 with a weight that lets the gradients of the last unit overflow, and of no other one."""
+    model, overflow = Net().float(), Overflow()
+    # Otherwise the processes of a tensor-parallel group would add up the overflow in the gradients of the inputs.
+    model.body.requires_grad_(False)
+    with torch.no_grad():
+        model.down.weight[0, -1] = 60.0
+    trainer = AMPTrainer(make(mesh, model, callbacks=[overflow]), precision="fp16")
+    inputs, targets = data(96)
+    trainer.fit((inputs.float(), targets), max_length=Epochs(2))
+    return {"weights": weights(model), "found": overflow.found, "updates": trainer.context.progress.updates}
 
 
 def stopped(mesh: Mesh) -> Any:
@@ -224,6 +257,7 @@ def run(folder: Path) -> dict[str, Any]:
     if WORLD == 4:
         found["normed"] = normed((1, 2, 2))
         found["counted"] = counted((2, 1, 2))
+        found["overflowed"] = overflowed((1, 2, 2))
         found["stopped"] = stopped((1, 2, 2))
         found["rejected"] = rejected()
         for mesh in MESHES:

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from dovetail import Batches, Epochs, Tokens
-from dovetail.callbacks import EMA, Callback
+from dovetail.callbacks import EMA, Callback, ReduceOnPlateau
+from dovetail.checkpoint import CheckpointWarning
 from dovetail.compat import zae_engine
 from dovetail.distributed import PeerError
 from dovetail.distributed import whole as whole_tensor
@@ -124,6 +125,38 @@ def prediction(folder: Path) -> Any:
     trainer = layer(zae_engine.Trainer(model(), "cpu", val_batch_size=2, verbose=False))
     inferred = [batch.tolist() for batch in trainer.inference(data(10))]
     return [*(trainer.predict(data(size)[0]).tolist() for size in (1, 10)), inferred]
+
+
+class UnevenStream(IterableDataset[Any]):
+    """Samples of which the first process reads one batch, and the others share the rest."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.numbers = numbers
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.numbers:
+            number, *self.numbers = self.numbers
+            inputs, targets = data(23)
+            yield inputs[number], targets[number]
+
+    def split(self, rank: int, world: int) -> UnevenStream:
+        if world == 1:
+            return UnevenStream(self.numbers)
+        return UnevenStream(self.numbers[:2] if rank == 0 else self.numbers[1 + rank :: world - 1])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"numbers": self.numbers}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.numbers = state["numbers"]
+
+
+@case
+def uneven_stream(folder: Path) -> Any:
+    metrics = {"count": WholePass(lambda outputs, targets: float(len(targets))), "auroc": "auroc"}
+    trainer = layer(Trainer(model(), "cpu", metrics=metrics, test_batch_size=2, verbose=False))
+    predicted = trainer.predict(UnevenStream(list(range(23)))).tolist()
+    return {"predicted": sorted(predicted), "metrics": trainer.evaluate(UnevenStream(list(range(23))))}
 
 
 @case
@@ -472,6 +505,55 @@ def two_optimizers(folder: Path) -> Any:
     return weights(pair)
 
 
+# ------------------------------------------------------------------ metrics without synchronisation
+
+
+class PassesOfRank:
+    """Counts passes upwards in the first process and downwards in the others, so that each would decide differently."""
+
+    passes = 0
+
+    def reset(self) -> None:
+        self.passes += 1 if rank() == 0 else -1
+
+    def update(self, outputs: Any, targets: Any) -> None: ...
+
+    def compute(self) -> float:
+        return float(self.passes)
+
+
+class OwnValidation(Trainer):
+    """Adds a number that is different in every process to a validation, and to an epoch."""
+
+    def train_epoch(self) -> Any:
+        return {**super().train_epoch(), "rank": torch.tensor(rank())}
+
+    def val_epoch(self) -> Any:
+        return {**super().val_epoch(), "rank": torch.tensor(rank()), "undefined": float("nan")}
+
+
+class Received(Callback):
+    def __init__(self) -> None:
+        self.metrics: list[Any] = []
+
+    def on_validation_end(self, context: Any, metrics: Any) -> None:
+        self.metrics.append({name: str(float(value)) for name, value in metrics.items()})
+
+    on_epoch_end = on_validation_end
+
+
+@case
+def metrics_of_one_process(folder: Path) -> Any:
+    module, received = model(), Received()
+    callbacks = [ReduceOnPlateau("valid_own", mode="max", patience=0), received]
+    settings = {**SETTINGS, "batch_size": GLOBAL_BATCH // world(), "metrics": {"own": PassesOfRank()}}
+    settings |= {"callbacks": callbacks, "best_metric": "valid_own", "best_mode": "max", "save_best": True}
+    trainer = layer(OwnValidation(module, "cpu", checkpoint_dir=folder, save_every=-1, **settings))
+    trainer.fit(data(24), data(17), max_length=Epochs(3))
+    found = {"weights": weights(module), "metrics": received.metrics, "best": trainer.context.run.saver.best}
+    return {**found, "evaluated": trainer.evaluate(data(17))["own"], "rate": trainer.optimizer.param_groups[0]["lr"]}
+
+
 # ------------------------------------------------------------------ data of other forms
 
 
@@ -712,6 +794,20 @@ def resumed(folder: Path) -> Any:
         "draws": torch.rand(1).item(),
         "files": sorted(path.name for path in (folder / "halves").iterdir()) if rank() == 0 else [],
     }
+
+
+@case
+def last_write_fails(folder: Path) -> Any:
+    if rank() == 0:
+        # A checkpoint does not replace a file of the user.
+        (folder / "ck_epoch_1_iter_2").touch()
+    settings = {**SETTINGS, "batch_size": GLOBAL_BATCH // world(), "save_every": -1, "on_save_error": "warn"}
+    trainer = layer(Trainer(model(), "cpu", checkpoint_dir=folder, **settings))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(data(24), max_length=Epochs(1))
+    failed = [str(it.message) for it in caught if issubclass(it.category, CheckpointWarning)]
+    return {"failed": failed, "epoch": trainer.context.progress.epoch}
 
 
 @case

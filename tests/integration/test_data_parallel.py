@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -104,9 +105,28 @@ def test_every_evaluation_metric_counts_each_sample_once(results: Results, size:
 
 
 @sizes
+def test_every_process_decides_by_the_metrics_of_the_first_one(results: Results, size: int) -> None:
+    first, *others = [each["metrics_of_one_process"] for each in results[size]]
+    assert first["metrics"][0].items() >= {"valid_own": "1.0", "valid_rank": "0.0", "valid_undefined": "nan"}.items()
+    assert first["metrics"][1]["train_rank"] == "0.0"
+    assert [first["best"], first["evaluated"], first["rate"]] == [3.0, 4.0, 0.3]
+    assert all(other == first for other in others)
+
+
+@sizes
 def test_predictions_are_gathered_in_order(results: Results, size: int) -> None:
     for each in results[size]:
         assert each["prediction"] == results[1][0]["prediction"]
+
+
+@sizes
+def test_predictions_and_metrics_count_every_batch_of_an_uneven_stream(results: Results, size: int) -> None:
+    alone = results[1][0]["uneven_stream"]
+    assert alone["metrics"]["count"] == 23
+    for each in results[size]:
+        found = each["uneven_stream"]
+        assert list(chain(*found["predicted"])) == nearly(list(chain(*alone["predicted"])), 1e-12)
+        assert found["metrics"] == pytest.approx(alone["metrics"], rel=0, abs=1e-12)
 
 
 @sizes
@@ -187,6 +207,15 @@ def test_only_one_process_writes_checkpoints(results: Results, size: int) -> Non
     files = results[size][0]["resumed"]["files"]
     assert "best_ck" in files
     assert not [name for name in files if name.startswith(".")]
+
+
+@sizes
+def test_a_last_write_that_fails_with_a_warning_does_not_end_the_run(results: Results, size: int) -> None:
+    found = [each["last_write_fails"] for each in (*results[1], *results[size])]
+    assert [each["epoch"] for each in found] == [1] * (1 + size)
+    # The first process tries again at the end of training, as a single process does.
+    assert [len(each["failed"]) for each in found] == [2, 2] + [0] * (size - 1)
+    assert all("ck_epoch_1_iter_2: not a checkpoint" in it for each in found for it in each["failed"])
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -48,7 +48,9 @@ def test_background_shards_equal_foreground_ones_and_survive_a_kill(
     # Whatever is visible after the kill is complete.
     for path in (folder / "killed").glob("ck_epoch_*") if (folder / "killed").exists() else ():
         checkpoint.load(path)
-    for each in run_group(SCRIPT, 2, folder):
+    results = run_group(SCRIPT, 2, folder)
+    check_errors(folder, [each["full"] for each in results], [each["taken"] for each in results])
+    for each in results:
         assert each["background"] == each["foreground"] == each["resumed"]
         assert each.get("after the kill", each["foreground"]) == each["foreground"]
     names = [f"ck_epoch_0_iter_{number}" for number in (2, 4, 6, 8)]
@@ -58,6 +60,21 @@ def test_background_shards_equal_foreground_ones_and_survive_a_kill(
         one, other = (checkpoint.load(folder / place / name) for place in ("foreground", "background"))
         assert_same(one["model"], other["model"])
         assert_same(one["optimizers"], other["optimizers"])
+
+
+def check_errors(folder: Path, full: list[Any], taken: list[Any]) -> None:
+    """Check that the error of one thread is raised in all processes, or shown as a warning in all of them."""
+    problem = f"CheckpointError: {folder}/full/ck_epoch_0_iter_2: the checkpoint could not be written: [Errno 27]"
+    assert [each["error"].partition(" File too large")[::2] for each in full] == [(problem, " (rank 1)"), (problem, "")]
+    assert [each["saved"] for each in full] == [[], []]
+    # By the checkpoint after it, and not by a step, which would be another one in each process.
+    assert [each["batches"] for each in full] == [4, 4]
+    assert run_names(folder, "full") == []
+    assert [each["error"] for each in taken] == [None, None]
+    problem = f"{folder}/taken/ck_epoch_0_iter_4: not a checkpoint of Dovetail, so it is not replaced"
+    assert [each["warned"] for each in taken] == [[problem], [f"{problem} (rank 0)"]]
+    # `on_checkpoint` is called for those that were written, and the run continues.
+    assert [each["saved"] for each in taken] == [[f"ck_epoch_0_iter_{number}" for number in (2, 6, 8)], []]
 
 
 def run_names(folder: Path, place: str) -> list[str]:

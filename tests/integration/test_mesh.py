@@ -43,6 +43,16 @@ def test_every_mesh_trains_and_predicts_as_one_process(results: Results, size: i
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("size", MESHES)
+def test_metrics_that_synchronise_themselves_count_each_sample_once(results: Results, size: int) -> None:
+    expected = results[1][0]["trained"]["synced"]
+    assert sum(expected[1:]) == 17
+    for each in results[size]:
+        for mesh, found in each["trained"].items():
+            assert found["synced"] == pytest.approx(expected, rel=0, abs=1e-6), mesh
+
+
+@pytest.mark.slow
 def test_a_process_holds_one_part_of_one_copy(results: Results) -> None:
     # A matrix of 7 rows, and one of 12 rows that the plan divides.
     shapes = {mesh: [each["trained"][mesh]["shapes"] for each in results[4]] for mesh in MESHES[4]}
@@ -68,6 +78,16 @@ def test_dropout_of_a_tensor_parallel_model_is_that_of_one_process(results: Resu
 def test_batch_norm_counts_every_sample_once(results: Results) -> None:
     for each in results[4]:
         check_equal(each["normed"], results[1][0]["normed"])
+
+
+@pytest.mark.slow
+def test_an_overflow_in_one_tensor_parallel_process_skips_the_step_in_all(results: Results) -> None:
+    first, *others = [each["overflowed"] for each in results[4]]
+    # Only the processes with the last unit can find it.
+    assert [any(each["overflowed"]["found"]) for each in results[4]] == [False, False, False, True]
+    assert first["updates"] == 8 - sum(others[-1]["found"])
+    for other in others:
+        assert [other["updates"], other["weights"]] == [first["updates"], first["weights"]]
 
 
 @pytest.mark.slow

@@ -135,6 +135,35 @@ def test_a_late_process_is_named_with_its_line_and_the_run_continues(tmp_path: P
     assert re.search(rf"{re.escape(name)} at group_training.py:\d+ in wait\n", report)
 
 
+def test_a_late_process_ends_the_run_with_its_name_and_line_if_a_limit_is_set(tmp_path: Path) -> None:
+    with _group(tmp_path, DOVETAIL_LATE_SECONDS="0", DOVETAIL_OVERDUE_SECONDS="4") as processes:
+        # The late one hosts the store.
+        late, survivor = processes
+        _continue(survivor)
+        assert survivor.wait(timeout=_SECONDS_AFTER_A_KILL) == 1
+        error = survivor.communicate()[1].decode()
+        # It may read that it is late before it is killed.
+        assert late.wait(timeout=_SECONDS_AFTER_A_KILL) in (-signal.SIGKILL, 1)
+    name = re.escape(f"rank 0 ({socket.gethostname()}, process {late.pid})")
+    assert re.search(
+        rf"StoppedPeerError: {name} at group_training.py:\d+ in wait did not arrive at a collective call within 4 s, "
+        "so the run ends; DOVETAIL_OVERDUE_SECONDS sets this limit",
+        error,
+    )
+    store.verify(tmp_path / "checkpoints" / "ck_epoch_0_iter_3")
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="NOT TESTED: another host name needs root")
+def test_a_late_process_of_another_machine_ends_itself(tmp_path: Path) -> None:
+    with _group(tmp_path, DOVETAIL_OVERDUE_SECONDS="4", HOSTS="one two") as processes:
+        _continue(processes[0])
+        assert [process.wait(timeout=_SECONDS_AFTER_A_KILL) for process in processes] == [1, 1]
+        errors = [process.communicate()[1].decode() for process in processes]
+    sentence = rf"rank 1 \(two, process {processes[1].pid}\) at group_training.py:\d+ in wait did not arrive"
+    assert re.search(f"StoppedPeerError: {sentence}", errors[0])
+    assert re.search(f"{sentence}.*; rank 1 exits", errors[1])
+
+
 def _debug(process: Any, request: int) -> None:
     """Halt a process, or let it continue, as a debugger does."""
     ptrace = ctypes.CDLL(None, use_errno=True).ptrace

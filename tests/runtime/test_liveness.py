@@ -11,7 +11,8 @@ from dovetail.runtime.liveness import Limits, neighbour, own_address
 def test_limits_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOVETAIL_SILENT_SECONDS", "2.5")
     monkeypatch.setenv("DOVETAIL_LATE_SECONDS", "0")
-    assert Limits.from_environment() == Limits(stopped=4.0, silent=2.5, late=0.0)
+    monkeypatch.setenv("DOVETAIL_OVERDUE_SECONDS", "7")
+    assert Limits.from_environment() == Limits(stopped=4.0, silent=2.5, late=0.0, overdue=7.0)
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf"])

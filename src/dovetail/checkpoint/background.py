@@ -23,6 +23,9 @@ class AsyncWriter:
     The state is copied to host memory before `submit` returns, so training may change it at once. The error of a failed
     write is raised, or with `on_error="warn"` shown as a warning, by the next call of `submit`, `check` or `close`.
 
+    Attributes:
+        failed: True if the newest write has failed, and its error was raised or shown.
+
     Example:
         >>> import tempfile, torch
         >>> from dovetail.checkpoint import load
@@ -43,6 +46,7 @@ class AsyncWriter:
         # One thread, so that two checkpoints are never written at once.
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dovetail-checkpoint")
         self._pending: Future[None] | None = None
+        self.failed = False
 
     def submit(
         self,
@@ -68,6 +72,7 @@ class AsyncWriter:
         self.wait()
         # In the caller's thread: a value that cannot be stored is an error of this call, with its traceback.
         encoded, described = encode(state).copy(), summarize(summary)
+        self.failed = False
         self._pending = self._pool.submit(write, Path(path), encoded, described, self._files, peers)
 
     def check(self) -> None:
@@ -83,6 +88,7 @@ class AsyncWriter:
         try:
             pending.result()
         except CheckpointError as error:
+            self.failed = True
             if self._on_error == "raise":
                 raise
             warnings.warn(CheckpointWarning(str(error)), stacklevel=3)

@@ -11,6 +11,7 @@ import sysconfig
 import threading
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from math import inf
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,6 +24,8 @@ from dovetail.errors import ConfigError
 _logger = logging.getLogger("dovetail.distributed")
 # Seconds between two checks.
 _TICK = 0.5
+# Seconds for a late process of another machine to end itself.
+_GRACE = 2.0
 # Seconds for the store to accept the report about a process; the store may be a thread of the stopped process.
 _PATIENCE = 0.5
 # Folders whose functions do not describe what a user's program computes.
@@ -39,6 +42,8 @@ class Limits:
             A process that a debugger holds is not stopped in this sense.
         silent: A process of another machine that shows no sign of life ends the run.
         late: A process that has not arrived at a collective call is named in the log. This ends nothing.
+        overdue: A process that has not arrived at a collective call ends the run. By default never, because slow data
+            is not an error.
 
     Example:
         >>> Limits(late=60).late
@@ -48,10 +53,11 @@ class Limits:
     stopped: float = 4.0
     silent: float = 60.0
     late: float = 10.0
+    overdue: float = 0.0
 
     @classmethod
     def from_environment(cls) -> Limits:
-        """Return the limits of `DOVETAIL_STOPPED_SECONDS`, `DOVETAIL_SILENT_SECONDS` and `DOVETAIL_LATE_SECONDS`."""
+        """Return the limits of the environment variables, such as `DOVETAIL_STOPPED_SECONDS`."""
         given = {}
         for each in fields(cls):
             variable = f"DOVETAIL_{each.name.upper()}_SECONDS"
@@ -147,6 +153,9 @@ class Watch:
                 self._store.set(f"beat/{self._rank}", json.dumps(beat))
                 if turns.is_report_due():
                     self._report_late(turns)
+                if turns.is_overdue:
+                    self._end_overdue(turns)
+                self._check_own_end()
                 self._check_other_machine(turns)
         except Exception:
             # The store has ended, and with it the run.
@@ -164,18 +173,53 @@ class Watch:
         self._addresses = [json.loads(text) for text in texts]
 
     def _report_late(self, turns: _Turns) -> None:
-        """Log the processes that have made fewer collective calls than this one, in one of the waiting processes."""
-        beats = list(map(json.loads, self._read_all("beat")))
-        calls = [beat["calls"] for beat in beats]
-        late = [rank for rank, number in enumerate(calls) if number < turns.calls and not self._has_left(rank)]
-        if late and calls.index(max(calls)) == self._rank:
-            places = [f"{self.name(rank)} {beats[rank]['place']}".strip() for rank in late]
+        """Log the late processes."""
+        if late := self._late(turns):
             _logger.warning(
                 "rank %d has waited %.0f s for the other processes; not arrived: %s",
                 self._rank,
                 turns.num_waiting * _TICK,
-                ", ".join(places),
+                ", ".join(late.values()),
             )
+
+    def _late(self, turns: _Turns) -> dict[int, str]:
+        """Return the processes that have made fewer collective calls than this one, with the lines that they execute.
+
+        Only one of the waiting processes receives them.
+        """
+        beats = list(map(json.loads, self._read_all("beat")))
+        calls = [beat["calls"] for beat in beats]
+        late = [rank for rank, number in enumerate(calls) if number < turns.calls and not self._has_left(rank)]
+        if calls.index(max(calls)) != self._rank:
+            return {}
+        return {rank: f"{self.name(rank)} {beats[rank]['place']}".strip() for rank in late}
+
+    def _end_overdue(self, turns: _Turns) -> None:
+        """End the late processes: their connections close, and the other processes exit with their names."""
+        late = self._late(turns)
+        if not late or self._is_over.is_set():
+            return
+        limit = self._limits.overdue
+        problem = (
+            f"{' and '.join(late.values())} did not arrive at a collective call within {limit:g} s, so the run ends; "
+            "DOVETAIL_OVERDUE_SECONDS sets this limit, and 0 waits"
+        )
+        if self.problem is not None and turns.num_waiting * _TICK >= limit + _GRACE:
+            # A process of another machine does not end itself while a function of another language blocks its threads.
+            self._give_up(min(late), problem)
+        # Before the end, because the collective calls of all processes fail at once.
+        self.problem = problem
+        for rank in late:
+            self._store.set(f"late/{rank}", problem)
+        for rank in late:
+            if process := self._neighbours.pop(rank, None):
+                with suppress(psutil.Error):
+                    process.kill()
+
+    def _check_own_end(self) -> None:
+        """End this process if one of another machine has found it late."""
+        if self._limits.overdue and self._store.check([f"late/{self._rank}"]):
+            self._give_up(self._rank, self._store.get(f"late/{self._rank}").decode())
 
     def _check_other_machine(self, turns: _Turns) -> None:
         """Check the previous rank, if it runs on another machine. Its own machine checks the others there."""
@@ -284,6 +328,7 @@ class _Turns:
         self.num_waiting = 0
         self._limits = limits
         self._next_report = limits.late
+        self._shortest = min((it for it in (limits.late, limits.overdue) if it), default=inf)
         self._beat, self._num_silent = -1, 0
 
     def count(self, calls: int) -> None:
@@ -295,8 +340,13 @@ class _Turns:
 
     @property
     def is_half_late(self) -> bool:
-        """True if this process has made no collective call for half of the limit."""
-        return 0 < self._limits.late <= self.num_waiting * _TICK * 2
+        """True if this process has made no collective call for half of a limit."""
+        return self._shortest <= self.num_waiting * _TICK * 2
+
+    @property
+    def is_overdue(self) -> bool:
+        """True if this process has waited so long that the late ones are ended."""
+        return 0 < self._limits.overdue <= self.num_waiting * _TICK
 
     def is_report_due(self) -> bool:
         """Return whether to look for late processes: after the limit, twice the limit, four times the limit."""

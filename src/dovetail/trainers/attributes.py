@@ -211,11 +211,13 @@ class OptionAssignment:
 
 
 class _BackgroundErrors(Callback):
-    """Raises the error of a failed background checkpoint at the next step."""
+    """Raises the error of a failed background checkpoint at the next step, if one process writes it."""
 
     def on_step_end(self, context: TrainingContext, output: Mapping[str, Any]) -> None:
-        if context.run.saver is not None and context.run.saver.writer is not None:
-            context.run.saver.writer.check()
+        saver = context.run.saver
+        # Threads of several processes do not end at the same step. There, the next checkpoint raises the error in all.
+        if saver is not None and saver.writer is not None and context.process.peers is None:
+            saver.writer.check()
 
 
 def option_attribute_message(trainer: Any, name: str) -> str:

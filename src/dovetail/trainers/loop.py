@@ -39,6 +39,7 @@ from dovetail.trainers.diagnosis import (
 )
 from dovetail.trainers.interruption import raise_if_signalled
 from dovetail.trainers.metrics import (
+    SYNCHRONISED,
     Meter,
     WholePass,
     compute_metrics,
@@ -173,6 +174,8 @@ def run_epoch(trainer: Trainer, plan: Plan) -> None:
     # The epoch is not complete: it is neither counted nor recorded, and a later `fit` continues it.
     if context.run.interrupted:
         return
+    if trainer._customized_by("train_epoch"):
+        means = _of_first_process(trainer, means)
     if progress.batches == before and not isinstance(plan.max_length, Epochs):
         # Otherwise the run would never end.
         raise DataError(
@@ -389,6 +392,8 @@ def _validate(trainer: Trainer) -> dict[str, float]:
     for on_validation_start in context.callbacks.on_validation_start:
         on_validation_start(context)
     means = trainer.val_epoch()
+    if trainer._customized_by("val_epoch"):
+        means = _of_first_process(trainer, means or {})
     context.run.validated_at = context.progress.batches
     if means:
         context.history.record("valid", means, **_position(context.progress))
@@ -484,7 +489,21 @@ def _evaluate_set(trainer: Trainer, stage: Stage) -> dict[str, float]:
                 )
             warn_of_no_data(stage)
             return {"loss": math.nan, **dict.fromkeys(metrics, math.nan)}
-        return compute_metrics(metrics, means)
+        values = compute_metrics(metrics, means)
+        # No message for the others, whose values are the same everywhere.
+        if any(not isinstance(metric, SYNCHRONISED) for metric in metrics.values()):
+            values = _of_first_process(trainer, values)
+        return values
+
+
+def _of_first_process(trainer: Trainer, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics of the first process of the run.
+
+    A metric object or an epoch of the user may measure only the batches of its process. Callbacks and checkpoints would
+    then decide differently in each process: weights would differ, and collective calls would never return.
+    """
+    first: dict[str, Any] = trainer.gather([dict(values)])[0]
+    return first
 
 
 def _recompute(context: TrainingContext, batch: Any) -> Tensor:

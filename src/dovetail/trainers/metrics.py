@@ -360,6 +360,10 @@ class WholePass:
         self._copies, self._gathered = HostCopies(), None
 
 
+# Metrics whose value the trainer computes from the batches of all processes.
+SYNCHRONISED = (MeanOf, WholePass, NamedMetric, Perplexity)
+
+
 def _as_metric(metric: Any) -> Metric:
     """Return a metric object, or a function as a mean over samples; raise for functions known not to be one."""
     if isinstance(metric, str):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dovetail import distributed
 from dovetail.accelerators import supports_bfloat16, to_host
 from dovetail.distributed import is_part, whole
 from dovetail.errors import ConfigError
@@ -88,6 +89,8 @@ class Precision:
         """Divide an optimizer's gradients by the scale; call it once per update, before clipping."""
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
+            gradients = (it.grad for group in optimizer.param_groups for it in group["params"])
+            distributed.share_overflow(gradients, self.scaler._found_inf_per_device(optimizer).values())
             # `GradScaler.update` fails if no optimizer was unscaled since its last call.
             self._is_used = True
 

@@ -272,7 +272,11 @@ def checkpoint(trainer: Trainer, *, due: bool, final: bool = False) -> None:
         return
     due = due or (saver.after_validation and saver.validated)
     saver.validated = False
-    saver.owes = due and not (final and saver.saved_at == _position(progress))
+    is_current = saver.saved_at == _position(progress)
+    if final and due:
+        # Only the process that writes knows of a failed write, and all of them must compute the state for the next one.
+        is_current = trainer.gather([is_current])[0]
+    saver.owes = due and not (final and is_current)
     if saver.keep_best and saver.improved:
         saver.improved = False
         save(trainer, saver.best_path)
@@ -338,8 +342,8 @@ def finish(trainer: Trainer) -> None:
         raise
     if path is None:
         return
-    # A write that failed with a warning has left no checkpoint.
-    if not path.exists():
+    # A warning of an earlier step may have reported it.
+    if saver.writer.failed:
         saver.saved_at = None
     elif trainer.context.process.is_main:
         _notify(trainer, path)

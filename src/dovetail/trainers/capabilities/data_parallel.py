@@ -27,6 +27,7 @@ from dovetail.trainers.capabilities.core import Capability
 from dovetail.trainers.capabilities.exchanges import Exchanges
 from dovetail.trainers.capabilities.idle import IdleBatch, IdleWindow
 from dovetail.trainers.capabilities.outside import copy_criterion, copy_trained
+from dovetail.trainers.capabilities.metric_groups import MetricGroups
 from dovetail.trainers.capabilities.timed import Timed
 from dovetail.trainers.capabilities.trainable import check_weights
 from dovetail.trainers.context import Stage
@@ -78,6 +79,7 @@ class DataParallel(Capability):
     _group: Group | None
     _turn: _StepState
     _exchanges: Exchanges
+    _metric_groups: MetricGroups
 
     def __init__(
         self,
@@ -111,6 +113,7 @@ class DataParallel(Capability):
         self._turn = _StepState()
         super().__init__(*args, **kwargs)
         self._exchanges = Exchanges(self.context, bucket_size, form)
+        self._metric_groups = MetricGroups()
 
     # ------------------------------------------------------------------ once per run
 
@@ -149,6 +152,7 @@ class DataParallel(Capability):
         # Before an inner layer builds a loader, whose order must be the same in all processes.
         context.state["order_seed"] = group.exchange({"seed": context.state["order_seed"]})[0]["seed"]
         super().setup()
+        self._metric_groups.set(group, context.run.metrics.values())
         self._start_alike(group)
         copy_criterion(group, context.model, self.criterion)
         if self._syncs_norms and group.size > 1 and context.model is not None:
@@ -178,6 +182,7 @@ class DataParallel(Capability):
             if self._norm_sync is not None:
                 self._norm_sync.remove()
                 self._norm_sync = None
+            self._metric_groups.restore()
             if group is not None:
                 self._exchanges.leave()
                 if isinstance(error, Exception):
@@ -265,7 +270,9 @@ class DataParallel(Capability):
         if self._group is None or not self.context.process.has_peers:
             return parts
         all_ranks = [each["parts"] for each in self._group.exchange({"parts": parts})]
-        return [each[step] for step in range(len(all_ranks[0])) for each in all_ranks if step < len(each)]
+        # With a stream, any process may have the most batches. Divided data has one batch for each process in turn.
+        num_steps = max(map(len, all_ranks))
+        return [each[step] for step in range(num_steps) for each in all_ranks if step < len(each)]
 
     # ------------------------------------------------------------------ once per batch
 
