@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dovetail.accelerators import to_host, widest_float
 from dovetail.data import batch_length, concat
@@ -31,7 +31,6 @@ __all__ = [
     "check_classes",
     "compute_metrics",
     "include_means",
-    "prepare_metrics",
     "read_together",
     "validation_names",
 ]
@@ -230,15 +229,6 @@ def as_metrics(metrics: Any) -> dict[str, Metric]:
             raise _twice(name)
         by_name[name] = _as_metric(metric)
     return by_name
-
-
-def prepare_metrics(metrics: Mapping[str, Metric], criterion: Any, device: torch.device) -> None:
-    """Move the metrics to the device of the outputs; metrics by name also depend on the loss."""
-    for metric in metrics.values():
-        if isinstance(metric, NamedMetric):
-            metric.prepare(criterion, device)
-        if isinstance(metric, nn.Module):
-            metric.to(device)
 
 
 def validation_names(metrics: Mapping[str, Metric], sets: Iterable[str] = ()) -> tuple[str, ...] | None:

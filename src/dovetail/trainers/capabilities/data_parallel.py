@@ -26,8 +26,9 @@ from dovetail.trainers.capabilities.compression import Compression, as_compressi
 from dovetail.trainers.capabilities.core import Capability
 from dovetail.trainers.capabilities.exchanges import Exchanges
 from dovetail.trainers.capabilities.idle import IdleBatch, IdleWindow
-from dovetail.trainers.capabilities.outside import copy_criterion, copy_trained
 from dovetail.trainers.capabilities.metric_groups import MetricGroups
+from dovetail.trainers.capabilities.outside import copy_criterion, copy_trained
+from dovetail.trainers.capabilities.step_state import StepState
 from dovetail.trainers.capabilities.timed import Timed
 from dovetail.trainers.capabilities.trainable import check_weights
 from dovetail.trainers.context import Stage
@@ -77,7 +78,7 @@ class DataParallel(Capability):
     _is_compressed: bool
     _devices: list[torch.device]
     _group: Group | None
-    _turn: _StepState
+    _turn: StepState
     _exchanges: Exchanges
     _metric_groups: MetricGroups
 
@@ -110,7 +111,7 @@ class DataParallel(Capability):
         self._is_compressed = form is not None
         self._devices = []
         self._group = None
-        self._turn = _StepState()
+        self._turn = StepState()
         super().__init__(*args, **kwargs)
         self._exchanges = Exchanges(self.context, bucket_size, form)
         self._metric_groups = MetricGroups()
@@ -169,7 +170,7 @@ class DataParallel(Capability):
             seed_everything(derive_seed(context.state["order_seed"], 0, group.rank, rule="rank"))
         # Drop the state of a step that an error interrupted.
         self._exchanges.start_run(is_fresh=is_fresh)
-        self._turn, context.run.batch.is_idle = _StepState(), False
+        self._turn, context.run.batch.is_idle = StepState(), False
 
     def teardown(self, error: BaseException | None) -> None:
         """Leave the group; after an error, report it to the other processes."""
@@ -482,30 +483,6 @@ class DataParallel(Capability):
         reason = next(request[0] for request in requests if request is not None)
         number = signal.SIGINT if flags[1] else signal.SIGTERM if flags[2] else None
         context.run.end(reason, None if number is None else int(number))
-
-
-class _StepState:
-    """State of this process in the running step."""
-
-    __slots__ = ("agreed", "before", "extras", "idle", "is_alike", "own", "samples", "tokens")
-
-    def __init__(self) -> None:
-        # True if parameters outside of the model were copied from the first process.
-        self.is_alike = False
-        # The steps of an epoch, if all processes reported the same number.
-        self.agreed: int | None = None
-        # Number of steps for which this process has batches.
-        self.own: float = inf
-        # Samples of the batches of the running accumulation window before this one.
-        self.samples = 0
-        # Tokens of these batches, and of a last batch whose tokens were returned after its gradients were sent.
-        self.tokens: Any = 0
-        # Gradients and items of the running window, if this process has batches for only a part of it.
-        self.idle: IdleWindow | None = None
-        # The RNG state and the buffers before an idle batch.
-        self.before: IdleBatch | None = None
-        # Sums of the numbers that were sent with the first gradients of the running step.
-        self.extras: list[Any] | None = None
 
 
 _NO_STOP_REQUEST = (0.0, 0.0, 0.0)
