@@ -400,6 +400,23 @@ def _leave() -> None:
     if dist.is_initialized():
         with suppress(Exception):
             dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Clear torch's caches of operators on sharded tensors.
+
+    Their results have a mesh. Meshes of equal shape are equal, so that a later run would get the mesh of this group,
+    whose connections are closed.
+    """
+    # Private functions, which another version of torch may lack.
+    with suppress(ImportError, AttributeError):
+        if "torch.distributed.tensor" in sys.modules:
+            from torch.distributed.tensor import _redistribute, debug
+
+            debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # torch has no types for it
+            _redistribute._gen_transform_infos.cache_clear()
+            _redistribute.clear_redistribute_planner_cache()
 
 
 def _leave_at_exit() -> None:

@@ -174,7 +174,7 @@ def run_epoch(trainer: Trainer, plan: Plan) -> None:
     # The epoch is not complete: it is neither counted nor recorded, and a later `fit` continues it.
     if context.run.interrupted:
         return
-    if trainer._customized_by("train_epoch"):
+    if context.process.has_peers and trainer._customized_by("train_epoch"):
         means = _of_first_process(trainer, means)
     if progress.batches == before and not isinstance(plan.max_length, Epochs):
         # Otherwise the run would never end.
@@ -392,7 +392,7 @@ def _validate(trainer: Trainer) -> dict[str, float]:
     for on_validation_start in context.callbacks.on_validation_start:
         on_validation_start(context)
     means = trainer.val_epoch()
-    if trainer._customized_by("val_epoch"):
+    if context.process.has_peers and trainer._customized_by("val_epoch"):
         means = _of_first_process(trainer, means or {})
     context.run.validated_at = context.progress.batches
     if means:
