@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -736,3 +737,19 @@ def test_an_error_in_a_worker_names_the_line_of_the_dataset() -> None:
     (note,) = caught.value.__notes__
     assert f"raised in data worker 0, which read batch 3 of the pass: {__file__}, line " in note
     assert "in __getitem__; num_workers=0 reads the data in this process" in note
+
+
+def test_an_error_in_a_worker_stops_all_workers_at_once() -> None:
+    before = set(multiprocessing.active_children())
+    with pytest.raises(KeyError) as caught:
+        list(DataLoader(Damaged(), 2, num_workers=2))
+    # The traceback still refers to the iterator, so it is not the garbage collector that has stopped them.
+    assert caught.value.__traceback__ is not None
+    assert set(multiprocessing.active_children()) <= before
+
+
+def test_persistent_workers_continue_after_an_error() -> None:
+    loader = DataLoader(Damaged(), 2, num_workers=1, persistent_workers=True)
+    for _ in range(2):
+        with pytest.raises(KeyError, match="sample 5 is damaged"):
+            list(loader)

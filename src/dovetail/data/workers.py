@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.utils.data as torch_data
 from torch.utils.data._utils.worker import _generate_state
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from dovetail.data.generators import (
     Source,
@@ -120,7 +121,18 @@ def _locating_errors(batches: Iterable[Any], first: int) -> Iterator[Any]:
                     f"line {last['line']}, in {last['name']}; num_workers=0 reads the data in this process, where a "
                     "debugger works",
                 )
+            _stop_workers(batches)
         raise
+
+
+def _stop_workers(batches: Any) -> None:
+    """Stop the workers of an iterator that raised an error.
+
+    Otherwise Python's garbage collector does it, because the traceback and the iterator refer to each other. It first
+    closes the queues by which torch stops workers, so that torch waits 5 seconds for each of them.
+    """
+    if isinstance(batches, _MultiProcessingDataLoaderIter) and not batches._persistent_workers:
+        batches._shutdown_workers()
 
 
 # A line of a traceback, and the folder of torch, whose lines call the user's dataset.
