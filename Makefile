@@ -72,7 +72,7 @@ test: lint $(VENV)/.browser    ## everything: check, slow and integration tests,
 
 # Without MAKEFLAGS, because the tests do not get the files of make's job server.
 suite: $(VENV)/.dev
-	MAKEFLAGS= $(BIN)/python -m pytest -n 3 tests
+	MAKEFLAGS= $(BIN)/python -m pytest -n 4 tests
 
 # Only packages whose tests take a few minutes; the list is also `include` in pyproject.toml, which has the floor.
 coverage: $(VENV)/.dev         ## branch coverage of callbacks, checkpoint, data, history and tracking, with a floor
