@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -19,6 +21,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Hundreds of processes import Dovetail, and all test processes the tests: without bytecode, each compiles them again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+# Tests sync thousands of small files. In memory this waits for no disk, and a killed process loses nothing of either.
+# `make torture` uses the disk.
+_MEMORY = Path("/dev/shm")
+if (
+    "TMPDIR" not in os.environ
+    and os.environ.get("DOVETAIL_TORTURE") != "1"
+    and os.access(_MEMORY, os.W_OK)
+    and shutil.disk_usage(_MEMORY).free > 6e9
+    # Tests compile libraries and load them from their folders.
+    and not os.statvfs(_MEMORY).f_flag & os.ST_NOEXEC
+):
+    os.environ["TMPDIR"] = str(_MEMORY)
+    tempfile.tempdir = None
 
 # If Comet is installed, transformers imports it with its trainer: without telemetry, and without patches of torch.
 os.environ.setdefault("COMET_ERROR_TRACKING_ENABLE", "false")
