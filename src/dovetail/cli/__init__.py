@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from functools import cache
 from typing import Annotated, Any
 
 import typer
+from typer.main import get_command
 
 from dovetail.cli import checkpoint, experiment, job, trial
 from dovetail.cli.dashboard import dashboard
@@ -51,11 +53,17 @@ def main() -> None:
         # A warning is a sentence for the user here; a file and a line of this library would not help.
         warnings.showwarning = _print_warning
         try:
-            app()
+            _command()()
         # Errors of these types have a message for the user; any other type is a bug and keeps its traceback.
         except (DovetailError, OSError) as error:
             print_line(f"dovetail: {error}", to_stderr=True)
             raise SystemExit(1) from None
+
+
+@cache
+def _command() -> Any:
+    """Return the command with all subcommands: once, because a call of `app` would build all of them again."""
+    return get_command(app)
 
 
 def _print_warning(message: Warning | str, *place: Any, **more: Any) -> None:
