@@ -124,13 +124,14 @@ def test_the_returned_ema_weights_do_not_change(make: Callable[..., Any]) -> Non
 
 
 def test_buffers_and_frozen_parameters_are_taken_from_the_model(make: Callable[..., Any]) -> None:
-    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2)).double()
+    # Without a bias, whose gradient in front of a batch norm is zero up to rounding.
+    model = nn.Sequential(nn.Linear(3, 5, bias=False), nn.BatchNorm1d(5), nn.Linear(5, 2)).double()
     model[2].requires_grad_(False)
     trainer = make(ema := EMA(decay=0.5), model=model)
     trainer.fit(max_length=Epochs(1))
     state, average = model.state_dict(), ema.average_state_dict()
     equal = {name for name in state if torch.equal(state[name], average[name])}
-    assert state.keys() - equal == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    assert state.keys() - equal == {"0.weight", "1.weight", "1.bias"}
 
 
 def test_tied_weights_have_one_ema(make: Callable[..., Any]) -> None:
