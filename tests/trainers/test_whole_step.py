@@ -19,6 +19,7 @@ from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer, SparseAdam
 from dovetail.trainers.whole_step import Backend, CannotCompileError, Outputs, WholeStep, read_by
 from dovetail.trainers.whole_step.comparing import run_and_compare
 from dovetail.trainers.whole_step.graph import Graph
+from dovetail.trainers.whole_step.rules import RULES
 
 Batch = tuple[Tensor, Tensor]
 MAX_NORM = 0.5
@@ -220,6 +221,46 @@ def test_the_update_of_muon_is_at_most_twice_as_inexact_as_its_own(
     assert 0 < (graph - exact).norm() <= 2 * (own - exact).norm()
 
 
+class Shapes(nn.Module):
+    """Parameters of every number of dimensions, in float64: a number, a vector, a matrix and a stack of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale, self.linear = nn.Parameter(torch.tensor(1.5)), nn.Linear(6, 8)
+        self.cube = nn.Parameter(torch.randn(2, 4, 8))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.scale * self.linear(x).tanh().unflatten(1, (2, 4))
+        return torch.einsum("nij,ijk->nk", hidden, self.cube)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@TRACED_OR_COMPILED
+def test_the_update_of_adafactor_equals_its_own(problem: Problem, whole: Any, foreach: bool) -> None:
+    def train(kind: Any, **settings: Any) -> tuple[Any, ...]:
+        model = Shapes()
+        groups = [
+            {"params": [model.scale, model.linear.weight], "weight_decay": 0.1, "beta2_decay": -0.5},
+            {"params": [model.linear.bias], "maximize": True},
+            # So large that the first one replaces small variances, and the second one the norm of the weights.
+            {"params": [model.cube], "eps": (0.01, 3.0), "d": 2.5},
+        ]
+        optimizer = Adafactor(groups, lr=0.05, **settings)
+        step, losses = kind(model, optimizer), []
+        for inputs, targets in problem.batches[:8]:
+            for group in optimizer.param_groups:
+                group["lr"], group["weight_decay"] = 0.9 * group["lr"], 1.1 * group["weight_decay"]
+            losses.append(step((inputs.double(), targets))["loss"].item())
+        return losses, model.state_dict(), optimizer.state_dict()["state"], step
+
+    *found, step = train(whole)
+    *expected, _ = train(eager_step, foreach=foreach)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert step.num_graphs == 1
+
+
 @pytest.mark.parametrize("factor", [1.0, 1.01])
 def test_a_changed_step_is_detected_although_compiled_code_rounds_more(factor: float) -> None:
     weight = nn.Parameter(torch.tensor([2.0]))
@@ -264,12 +305,15 @@ def test_the_compiled_update_of_an_optimizer_equals_its_own(problem: Problem, na
     torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-7)
 
 
-def test_an_optimizer_with_a_traced_update_resumes_an_eager_state(problem: Problem) -> None:
+@pytest.mark.parametrize("make", [TRACED["NAdam"], Adafactor])
+def test_an_optimizer_with_torchs_own_initial_state_resumes_an_eager_one(
+    problem: Problem, make: Callable[..., Optimizer]
+) -> None:
     def train(*kinds: Any) -> Any:
         torch.manual_seed(0)
         model, state = linear_for(problem), None
         for kind in kinds:
-            optimizer = TRACED["NAdam"](model.parameters(), lr=0.01)
+            optimizer = make(model.parameters(), lr=0.01)
             if state is not None:
                 optimizer.load_state_dict(state)
             run(kind(model, optimizer), problem.batches[:3])
@@ -651,7 +695,6 @@ class OwnSGD(SGD):
     [
         ("the optimizer is OwnSGD", lambda: refusal(mean, m := linear(), OwnSGD(m.parameters(), lr=0.1))),
         ("the optimizer is SparseAdam", lambda: refusal(mean, m := linear(), SparseAdam([*m.parameters()]))),
-        ("update of Adafactor depends on", lambda: refusal(mean, m := linear(), Adafactor(m.parameters()))),
         ("dampening", lambda: refusal(mean, m := linear(), SGD(m.parameters(), momentum=0.9, dampening=0.1))),
         ("not the model's", lambda: refusal(mean, linear(), SGD(linear().parameters()))),
         ("a recurrent layer, LSTM", lambda: refusal(mean, nn.LSTM(2, 2))),
@@ -670,6 +713,14 @@ class OwnSGD(SGD):
 )
 def test_a_step_without_a_graph_is_rejected_by_name_and_changes_nothing(cause: str, refused: Callable[[], str]) -> None:
     assert cause in refused()
+
+
+def test_an_optimizer_that_reads_values_is_rejected_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Its own code reads norms, so it needs the written rule.
+    monkeypatch.delitem(RULES, Adafactor)
+    model = linear()
+    cause = "the update of Adafactor depends on the value of a tensor"
+    assert refusal(mean, model, Adafactor(model.parameters())) == cause
 
 
 def test_a_parameter_outside_the_modules_is_rejected() -> None:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
 
 from dovetail.trainers.whole_step.any_optimizer import TracedRule, has_own_rule, initial_state
 from dovetail.trainers.whole_step.gradients import AccumulationRule, GradientBuffers
@@ -141,6 +141,73 @@ class AdamRule(WrittenRule):
         parameter.sub_(mean / (root / correction + epsilon) * size)
 
 
+class AdafactorRule(WrittenRule):
+    """Adafactor as in torch: variances of rows and columns of matrices, and of all elements of vectors.
+
+    Torch's own code reads the norms of parameters and updates on the host. Here they are tensors.
+    """
+
+    settings = ("beta2_decay", "eps", "d", "weight_decay", "maximize")
+
+    def terms(self, group: Group) -> tuple[Any, ...]:
+        return bool(group["weight_decay"]), group["maximize"], group["beta2_decay"], *group["eps"], group["d"]
+
+    def numbers(self, group: Group) -> tuple[float, ...]:
+        return float(group["lr"]), float(group["weight_decay"])
+
+    def slots(self, optimizer: Optimizer, parameter: nn.Parameter, terms: tuple[Any, ...]) -> tuple[str, ...]:
+        return ("step", "row_var", "col_var") if parameter.ndim > 1 else ("step", "variance")
+
+    def update(
+        self,
+        optimizer: Optimizer,
+        group: Group,
+        parameters: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        states: Sequence[Mapping[str, Tensor]],
+        numbers: Sequence[Tensor],
+        terms: Any,
+    ) -> None:
+        decays, maximizes, power, smallest, *rest = terms
+        if smallest is None and parameters:
+            # As in torch, the type of the first parameter counts for the whole group.
+            smallest = torch.finfo(parameters[0].dtype).eps
+        terms = decays, maximizes, power, smallest, *rest
+        super().update(optimizer, group, parameters, gradients, states, numbers, terms)
+
+    def update_one(
+        self, parameter: Tensor, gradient: Tensor, state: Mapping[str, Tensor], numbers: Sequence[Tensor], terms: Any
+    ) -> None:
+        decays, maximizes, power, smallest, least_size, threshold = terms
+        rate, decay = numbers
+        if maximizes:
+            gradient = -gradient
+        # In double precision, as Python computes them for torch.
+        step = state["step"].add_(1).double()
+        weight, size = step**power, torch.minimum(rate, 1 / step.sqrt())
+        size = _mean_root(parameter).clamp(min=least_size) * size
+        if decays:
+            parameter.mul_(1 - rate * decay)
+        if gradient.ndim > 1:
+            rows, columns = state["row_var"], state["col_var"]
+            for variance, dimension in ((rows, -1), (columns, -2)):
+                norm = torch.linalg.vector_norm(gradient, dim=dimension, keepdim=True)
+                variance.add_((norm.square() / gradient.shape[dimension] - variance) * weight)
+            square = rows * columns / rows.mean(dim=-2, keepdim=True).clamp(min=smallest)
+        else:
+            square = state["variance"]
+            square.add_((gradient * gradient - square) * weight)
+        change = gradient * square.clamp(min=smallest * smallest).rsqrt()
+        size = size / (_mean_root(change) / threshold).clamp(min=1.0)
+        parameter.sub_(change * (size if parameter.numel() < _LARGE else _stored(size)))
+
+
+def _mean_root(values: Tensor) -> Tensor:
+    """Return the root of the mean square of all elements."""
+    mean: Tensor = torch.linalg.vector_norm(values).double() / values.numel() ** 0.5
+    return mean
+
+
 # From this number of elements on, memory for a number takes less time than to compute it again for every 16 elements.
 _LARGE = 2048
 
@@ -162,6 +229,7 @@ RULES: dict[type[Optimizer], Rule] = {
     SGD: SGDRule(),
     Adam: AdamRule(),
     AdamW: AdamRule(),
+    Adafactor: AdafactorRule(),
     GradientBuffers: AccumulationRule(),
 }
 
@@ -186,7 +254,7 @@ def state_of(optimizer: Optimizer, parameter: nn.Parameter, slot: str) -> Tensor
     if parameter in optimizer.state and slot in optimizer.state[parameter]:
         known: Tensor = optimizer.state[parameter][slot]
         return known
-    if type(optimizer) not in RULES:
+    if type(optimizer) not in RULES or type(optimizer) is Adafactor:
         return initial_state(optimizer, parameter)[slot]
     if slot != "step":
         return torch.zeros_like(parameter, memory_format=torch.preserve_format)

@@ -76,7 +76,7 @@ class WholeStep:
     Args:
         compute: Returns `{"loss": …, …}` for a batch, from the tensors of the modules.
         modules: All modules whose tensors `compute` uses; the optimizer's parameters are among them.
-        optimizer: An optimizer of torch, except those that read values of tensors (`LBFGS`, `Adafactor`).
+        optimizer: An optimizer of torch, except `LBFGS` and `SparseAdam`.
         max_norm: Largest norm of all gradients together; 0 means no clipping.
         spaces: Names and attributes (`vars(it)`) of objects besides the modules that `compute` must not change: a graph
             would not repeat the change.
