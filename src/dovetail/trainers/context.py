@@ -190,7 +190,7 @@ class TrainingContext:
         Args:
             optimizers: Which ones; the order is kept.
             zero_grad: Clear the gradients of a stepped optimizer, so that another loss of the same batch starts from
-                zero.
+                zero. False keeps them: the gradients of the other loss are added, and the next step has their sum.
 
         Returns:
             Whether any optimizer made a real step. False inside a window and when a scaler skipped.
@@ -216,6 +216,8 @@ class TrainingContext:
                 stepped.append(optimizer)
             if zero_grad:
                 clear_gradients(optimizer)
+            elif run.batch.optimized and window.size > 1:
+                window.keep(optimizer)
         return len(stepped) > before
 
 

@@ -21,24 +21,42 @@ class Window:
     its first batch), and the gradients are rescaled when the window closes. In the usual case, equal batches and
     a full window, that factor is exactly one and costs nothing.
 
+    A step by hand may keep its gradients, and another loss of the same batch adds to them. The rescaling of the kept
+    gradients is then undone before, so that old and new gradients have the same divisor and are rescaled together.
+
     Attributes:
         size: Batches in a full window.
         opens: True if the running batch is the first of its window.
         closes: True if the running batch is the last of its window, so that optimizers really step.
+        rescales: False if a layer divides the gradients by the items of the window itself.
     """
 
-    __slots__ = ("_deferred", "_expected", "_items", "_position", "_settled", "closes", "opens", "size")
+    __slots__ = (
+        "_deferred",
+        "_expected",
+        "_items",
+        "_kept",
+        "_position",
+        "_settled",
+        "closes",
+        "opens",
+        "rescales",
+        "size",
+    )
 
     def __init__(self, size: int = 1) -> None:
         self.size = size
         self.opens = True
         self.closes = True
+        self.rescales = True
         self._position = 0
         self._expected: Any = 1
         self._items: Any = 0
         self._deferred: list[Optimizer] = []
-        # Ids of the parameters whose gradients are rescaled, since the last loss.
-        self._settled: set[int] = set()
+        # The factors by which gradients were rescaled since the last loss, by the ids of their parameters.
+        self._settled: dict[int, Any] = {}
+        # Optimizers that stepped in the running batch and kept their gradients.
+        self._kept: list[Optimizer] = []
 
     def start_batch(self, *, is_last: bool) -> None:
         """Add a batch to the window; `is_last` closes the window at the end of an epoch."""
@@ -49,6 +67,7 @@ class Window:
             self._items = 0
             # Left over from a window that an error interrupted.
             self._deferred.clear()
+            self._kept.clear()
 
     def weight(self, num_items: Any, *, first_of_batch: bool) -> Any:
         """Return the factor for a loss over `num_items` items of the running batch."""
@@ -60,6 +79,8 @@ class Window:
             if self.opens:
                 self._expected = positive(num_items) * self.size
             self._items = self._items + num_items
+        if self._kept:
+            self._unsettle()
         self._settled.clear()
         return num_items / self._expected
 
@@ -94,13 +115,20 @@ class Window:
             self._deferred.remove(optimizer)
         factor = self.correction
         # Comparing a tensor would wait for the device, so a tensor is always multiplied.
-        if isinstance(factor, Tensor) or factor != 1.0:
+        if self.rescales and (isinstance(factor, Tensor) or factor != 1.0):
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     # Another optimizer with the same parameter has rescaled its gradient.
-                    if parameter.grad is not None and id(parameter) not in self._settled:
+                    if id(parameter) in self._settled:
+                        continue
+                    if parameter.grad is not None:
                         parameter.grad.mul_(factor)
-                        self._settled.add(id(parameter))
+                    # Also without a gradient: the average may give it the gradient of other processes.
+                    self._settled[id(parameter)] = factor
+
+    def keep(self, optimizer: Optimizer) -> None:
+        """Record that an optimizer stepped without clearing its gradients, to which another loss may add."""
+        self._kept.append(optimizer)
 
     def defer(self, optimizers: Iterable[Optimizer]) -> None:
         """Store optimizers whose step was requested before the window closes."""
@@ -109,7 +137,19 @@ class Window:
     def take_deferred(self) -> list[Optimizer]:
         """Return and clear the deferred optimizers that did not step when the window closed."""
         waiting, self._deferred = self._deferred, []
+        # The batch has no further loss.
+        self._kept.clear()
         return waiting
+
+    def _unsettle(self) -> None:
+        """Undo the rescaling of kept gradients."""
+        parameters = (it for each in self._kept for group in each.param_groups for it in group["params"])
+        for parameter in parameters:
+            # Taken out, because several optimizers may have the same parameter.
+            factor = self._settled.pop(id(parameter), None)
+            if factor is not None and parameter.grad is not None:
+                parameter.grad.div_(factor)
+        self._kept.clear()
 
 
 def positive(num_items: Any) -> Any:

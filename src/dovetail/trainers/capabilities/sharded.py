@@ -138,6 +138,7 @@ class ShardedDataParallel(DataParallel):
             super().teardown(error)
         finally:
             self.context.process.peers = None
+            self.context.run.window.rescales = True
 
     def state_dict(self) -> dict[str, Any]:
         """Return this process's part during a run, else the whole state; then all processes must call this."""
@@ -402,9 +403,12 @@ class ShardedDataParallel(DataParallel):
             super()._store_gradients()
 
     def _prepare_exchanges(self, group: Group) -> None:
-        """Do nothing: torch sends the gradients of a sharded model."""
+        """Prepare nothing for a sharded model: torch sends its gradients, and `_average` divides them."""
         if self._mesh is None:
             super()._prepare_exchanges(group)
+        else:
+            # Only by the items of all processes: a shard has the gradients of all of them.
+            self.context.run.window.rescales = False
 
     def _set_aside(self) -> None:
         """Remove complete gradients before a backward pass adds incomplete ones to them; `_average` adds them again."""
@@ -419,17 +423,12 @@ class ShardedDataParallel(DataParallel):
         if self._mesh is None:
             super()._average(group, optimizer)
             return
-        turn, window = self._turn, self.context.run.window
-        notes = self.context.run.batch
+        turn, notes = self._turn, self.context.run.batch
         samples, tokens = (0, 0) if self._is_idle() else (notes.num_samples, whole_number(notes.num_tokens))
-        # The window has divided by the items of this process only. Not `items / expected`: that is 0 in a process
-        # without items, whose shard has the gradients of all processes.
-        own: Any = 1.0 / window.correction if window.size > 1 else 1.0
         own_sums = self._own_items(), turn.tokens + tokens
         total: Any
         extras: list[Any]
         if self.context.device.type == "cpu" or self.cpu_offload:
-            own = float(own)
             numbers = *map(float, own_sums), turn.samples + samples
             (total, all_tokens, all_samples), flags = group.sum_with_events(numbers, self._flags())
             extras = [all_samples, *flags, 0, all_tokens]
@@ -452,9 +451,9 @@ class ShardedDataParallel(DataParallel):
                 continue
             if is_part(gradient):
                 # Torch has summed the parts and divided by the number of processes.
-                _scale(own_part(gradient), own * factor * group.size)
+                _scale(own_part(gradient), factor * group.size)
             else:
-                _scale(gradient, own * factor)
+                _scale(gradient, factor)
                 group.sum(gradient)
             if key in self._earlier:
                 own_part(gradient).add_(own_part(self._earlier.pop(key)))
