@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from pretend_device import NAME, PretendDevice, emulated_bfloat16
 from run_claims import accuracy, assert_equal, make_trainer, weights
 from styles import Net, make_batches
 from torch import Tensor, nn
+from torch.optim import SGD, Adafactor, Adam, AdamW, NAdam, RAdam, RMSprop
 
 from dovetail import Epochs
 from dovetail.accelerators import supports_bfloat16, widest_float
@@ -19,6 +21,7 @@ from dovetail.callbacks import EMA
 from dovetail.trainers import AMPTrainer, AutoBatchTrainer
 from dovetail.trainers.precision import Precision
 from dovetail.trainers.whole_step.gradients import AccumulationRule
+from dovetail.trainers.whole_step.rules import checked_rule, state_of
 
 
 def auto_precision_is_float16_if_bfloat16_is_emulated() -> None:
@@ -121,6 +124,44 @@ def a_whole_step_weights_losses_without_float64() -> None:
     assert losses == [2 * 3.0 / 4] * 2
 
 
+def optimizers_update_without_float64() -> None:
+    def update(name: str, make: Any) -> tuple[Any, ...]:
+        torch.manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(shape).to(name)) for shape in ((3, 4), (5,), ())]
+        optimizer = make(parameters)
+        rule, (group,) = checked_rule(optimizer), optimizer.param_groups
+        terms = rule.terms(group)
+        states: list[dict[str, Tensor]] = []
+        for parameter in parameters:
+            slots = rule.slots(optimizer, parameter, terms)
+            states.append({slot: state_of(optimizer, parameter, slot) for slot in slots})
+        for number in range(4):
+            group["lr"] = 0.01 * (1 + number)
+            numbers = [torch.tensor(it, dtype=torch.float64) for it in rule.numbers(group)]
+            gradients = [torch.randn(it.shape).to(name) for it in parameters]
+            with torch.no_grad():
+                rule.update(optimizer, group, parameters, gradients, states, numbers, terms)
+        host = [{slot: it.cpu() for slot, it in state.items()} for state in states]
+        return [it.detach().cpu() for it in parameters], host
+
+    makes: tuple[Any, ...] = (
+        partial(SGD, momentum=0.9, weight_decay=0.1),
+        partial(AdamW, amsgrad=True, weight_decay=0.1),
+        # The number of the step is on the device.
+        partial(Adam, weight_decay=0.1, capturable=True),
+        partial(Adafactor, weight_decay=0.1),
+        partial(NAdam, weight_decay=0.1),
+        partial(NAdam, weight_decay=0.1, capturable=True),
+        partial(RMSprop, momentum=0.9, centered=True),
+        partial(RAdam, weight_decay=0.1, capturable=True),
+    )
+    for make in makes:
+        expected = update("cpu", make)
+        with device_without_float64():
+            found = update(NAME, make)
+        torch.testing.assert_close(found, expected, rtol=2e-6, atol=1e-7, msg=f"{make}".__add__)
+
+
 PRECISION_CLAIMS = {
     claim.__name__.replace("_", " "): claim
     for claim in (
@@ -128,5 +169,6 @@ PRECISION_CLAIMS = {
         a_device_may_reject_float64,
         weighted_losses_train_on_a_device_without_float64,
         a_whole_step_weights_losses_without_float64,
+        optimizers_update_without_float64,
     )
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +19,8 @@ from torch.optim import RMSprop
 
 from dovetail.errors import ConfigError
 from dovetail.trainers import CompiledTrainer, Trainer
+from dovetail.trainers.whole_step import stored
+from dovetail.trainers.whole_step.draws import build_draw, describe_draws
 from dovetail.trainers.whole_step.sharing import _SHARED, Code, find_shared, share
 from dovetail.trainers.whole_step.stored import load_code, store_code
 from dovetail.units import Epochs
@@ -115,12 +118,30 @@ def test_only_the_graphs_that_were_used_last_are_kept() -> None:
 # ------------------------------------------------------------------ on disk
 
 
-def make_plain(problem: Problem) -> Any:
+class TwoDropouts(nn.Module):
+    """A module of a user that draws random numbers twice, of two kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(6, 3), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.linear(self.dropout(x))
+        return logits + 0.1 * torch.randn_like(logits)
+
+
+def train_dropouts(problem: Problem, *, is_compiled: bool = True) -> Any:
     torch.manual_seed(1)
-    optimizer = partial(RMSprop, lr=0.01)
-    return CompiledTrainer(
-        Trainer(nn.Linear(6, 3), "cpu", optimizer=optimizer, criterion=nn.CrossEntropyLoss(), verbose=False)
+    trainer: Any = Trainer(
+        TwoDropouts(),
+        "cpu",
+        optimizer=partial(RMSprop, lr=0.01),
+        criterion=nn.CrossEntropyLoss(),
+        verbose=False,
     )
+    trainer = CompiledTrainer(trainer) if is_compiled else trainer
+    trainer.fit(problem.batches, max_length=Epochs(1))
+    return trainer
 
 
 @needs_compiler
@@ -132,20 +153,23 @@ def test_stored_code_replaces_trace_and_compiler_in_a_safe_folder(
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     _SHARED.clear()
-    first, second, third = (make_plain(problem) for _ in range(3))
-    first.fit(problem.batches, max_length=Epochs(1))
+    first = train_dropouts(problem)
     # From here on only what is on disk can be used.
     monkeypatch.setenv("PATH", str(tmp_path))
     cpp_builder.cpp_compiler_search.cache_clear()
     _SHARED.clear()
-    second.fit(problem.batches, max_length=Epochs(1))
+    second = train_dropouts(problem)
+    generator = torch.get_rng_state()
     assert second.graphs == 1
     assert_same_weights(first.model, second.model)
+    eager = train_dropouts(problem, is_compiled=False)
+    torch.testing.assert_close(second.model.state_dict(), eager.model.state_dict(), rtol=0, atol=2e-6)
+    assert torch.equal(generator, torch.get_rng_state())
 
     _SHARED.clear()
     (tmp_path / "dovetail").chmod(0o777)
     with pytest.warns(UserWarning, match="there is no C"):
-        third.fit(problem.batches, max_length=Epochs(1))
+        train_dropouts(problem)
 
 
 def test_damaged_stored_code_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,10 +225,65 @@ def test_a_changed_setting_of_the_compiler_gets_its_own_code(problem: Problem) -
     assert len(_SHARED) == 2
 
 
-@pytest.mark.parametrize("key", [[Model], [relu, lambda it: it], [object()], None])
-def test_a_step_with_code_of_the_user_is_not_stored(key: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("key", "draws"),
+    [
+        pytest.param([object()], (), id="object"),
+        pytest.param([lambda: eval("1")], (), id="code"),
+        pytest.param(None, (), id="unknown"),
+        pytest.param(["step"], (partial(torch.ops.aten.rand.generator, [2], generator=torch.Generator()),), id="draw"),
+    ],
+)
+def test_a_step_with_unknown_inputs_is_not_stored(
+    key: Any, draws: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     library = tmp_path / "library.so"
     library.write_bytes(b"")
-    store_code(key, Code(print, (True,), library=library))
+    store_code(key, Code(print, (True,), draws, library=library))
     assert not (tmp_path / "dovetail").exists()
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        partial(torch.ops.aten.bernoulli_.float, torch.empty_strided((3, 4), (1, 3)), 0.3),
+        partial(torch.ops.aten.bernoulli_.float, torch.empty(5, dtype=torch.bool), 0.5),
+        partial(torch.ops.aten.rand.default, [2, 3], dtype=torch.float64, device=torch.device("cpu"), pin_memory=False),
+        partial(torch.ops.aten.randn_like.default, torch.empty(2, 3), memory_format=torch.preserve_format),
+        partial(torch.ops.aten.normal_.default, torch.empty(4), 1.5, float("inf")),
+        partial(torch.ops.aten.randint.low, 3, 9, [6], layout=torch.strided),
+    ],
+    ids=lambda draw: str(draw.func),
+)
+def test_a_stored_draw_has_the_bits_and_the_layout_of_the_first_one(draw: Any) -> None:
+    (described,) = json.loads(json.dumps(describe_draws([draw])))
+    torch.manual_seed(0)
+    expected = draw()
+    torch.manual_seed(0)
+    found = build_draw(described)()
+    assert (found.dtype, found.stride()) == (expected.dtype, expected.stride())
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        ["add", "Tensor", [1, 2], []],
+        ["rand", "default", [[2]], [["dtype", {"torch": "load"}]]],
+        ["no_operation", "default", [], []],
+        ["rand"],
+    ],
+)
+def test_a_damaged_description_of_a_draw_is_ignored(
+    described: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(stored, "library_call", lambda path: print)
+    library = tmp_path / "library.so"
+    library.write_bytes(b"")
+    store_code(["step"], Code(print, (True,), library=library))
+    assert load_code(["step"]) is not None
+    (facts,) = (tmp_path / "dovetail").glob("*.json")
+    facts.write_text(json.dumps({**json.loads(facts.read_text()), "draws": [described]}), encoding="utf-8")
+    assert load_code(["step"]) is None

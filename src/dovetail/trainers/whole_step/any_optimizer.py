@@ -15,7 +15,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
+from dovetail.accelerators import widest_float
+
 Group = Mapping[str, Any]
+
+
+def fitting(number: Tensor, other: Tensor) -> Tensor:
+    """Return a number in the widest type that the device of another tensor has, for an operation with both.
+
+    The result of two numbers is in the wider type of both, and some devices have no float64.
+    """
+    return number.to(widest_float(other.device.type))
 
 
 def has_own_rule(kind: type[Optimizer]) -> bool:
@@ -102,7 +112,7 @@ class TracedRule:
         forms = {name: form for name, form in _FORMS.items() if name in group}
         # Steps and similar numbers in double precision, as Python computes with them outside of a graph.
         wide = [
-            {slot: it.double() if _is_number(slot, it, parameter) else it for slot, it in state.items()}
+            {slot: fitting(it, it) if _is_number(slot, it, parameter) else it for slot, it in state.items()}
             for parameter, state in zip(parameters, states, strict=True)
         ]
         traced = _shallow(
@@ -169,14 +179,28 @@ class _NumbersAsTensors(TorchFunctionMode):
         if name in _COMPARISONS and id(args[0]) in self._values and all(map(_is_zero, args[1:])):
             # Equal for all values of this sign, and the sign is a constant of the graph.
             return _COMPARISONS[name](self._values[id(args[0])], *args[1:])
+        args, kwargs = self._fitting(args, kwargs)
         if name in ("lerp", "lerp_") and len(args) == 3 and isinstance(args[2], Tensor):
             return func(args[0], args[1], args[2].to(args[0].dtype))
         factor = kwargs.get("alpha", kwargs.get("value"))
         if isinstance(factor, Tensor) and name in _FACTORED:
             term = args[1] if len(args) == 2 else _FACTORED[name](*args[1:])
-            added = term * factor
+            # For a parameter without dimensions, the product has the type of the factor.
+            added = (term * factor).to(args[0].dtype)
             return args[0].add_(added) if name.endswith("_") else args[0].add(added)
         return func(*args, **kwargs)
+
+    def _fitting(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return arguments without float64 if one of them is on a device that has none."""
+        tensors = [it for it in (*args, *kwargs.values()) if isinstance(it, Tensor)]
+        limited = next((it for it in tensors if widest_float(it.device.type) is not torch.float64), None)
+        if limited is None:
+            return args, kwargs
+
+        def fit(it: Any) -> Any:
+            return fitting(it, limited) if isinstance(it, Tensor) and it.dtype is torch.float64 else it
+
+        return tuple(map(fit, args)), {name: fit(it) for name, it in kwargs.items()}
 
 
 def _is_zero(value: Any) -> bool:

@@ -10,9 +10,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dovetail.trainers.whole_step.comparing import SHARP
 from dovetail.trainers.whole_step.graph import State
 from dovetail.trainers.whole_step.settings import settings_of_inductor, settings_of_torch
 from dovetail.trainers.whole_step.sharing import Code, find_shared, share
+from dovetail.trainers.whole_step.spelling import spell
 from dovetail.trainers.whole_step.stored import load_code, store_code
 from dovetail.trainers.whole_step.tracing import Backend, describe_batch
 
@@ -40,6 +42,27 @@ def reuse_code(described: Any, backend: Backend, make: Callable[[], Code]) -> Co
             shutil.rmtree(code.library.parent, ignore_errors=True)
     share(key, code)
     return code
+
+
+def with_code(describe: Callable[[], Any] | None, tolerance: float) -> Callable[[], Any] | None:
+    """Return a function that also describes the code of the user that a step calls, if losses are compared roughly.
+
+    A global number of the user may change by less than the rounding of a low precision. Code from the disk has no
+    operations that could be called one by one, so its text is compared instead.
+
+    Args:
+        describe: Returns all inputs of a step besides tensors, or None.
+        tolerance: The relative difference between losses that is due to rounding.
+    """
+    if describe is None or tolerance <= SHARP:
+        return describe
+    inputs = describe
+
+    def described() -> Any:
+        found = inputs()
+        return None if found is None else (found, spell(found))
+
+    return described
 
 
 def trace_key(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
 
-from dovetail.trainers.whole_step.any_optimizer import TracedRule, has_own_rule, initial_state
+from dovetail.trainers.whole_step.any_optimizer import TracedRule, fitting, has_own_rule, initial_state
 from dovetail.trainers.whole_step.gradients import AccumulationRule, GradientBuffers
 
 Group = Mapping[str, Any]
@@ -91,7 +91,7 @@ class SGDRule(WrittenRule):
         self, parameter: Tensor, gradient: Tensor, state: Mapping[str, Tensor], numbers: Sequence[Tensor], terms: Any
     ) -> None:
         has_momentum, is_nesterov, decays, maximizes = terms
-        rate, momentum, decay = numbers
+        rate, momentum, decay = (fitting(it, parameter) for it in numbers)
         if maximizes:
             gradient = -gradient
         if decays:
@@ -126,16 +126,18 @@ class AdamRule(WrittenRule):
         if maximizes:
             gradient = -gradient
         if decays and is_decoupled:
-            parameter.mul_(1 - rate * decay)
+            parameter.mul_(fitting(1 - rate * decay, parameter))
         elif decays:
-            gradient = gradient + parameter * decay
+            gradient = gradient + parameter * fitting(decay, parameter)
         mean, square = state["exp_avg"], state["exp_avg_sq"]
-        mean.add_((gradient - mean) * (1 - first))
-        square.mul_(second).add_(gradient * gradient * (1 - second))
-        # In double precision, as Python computes them for torch: in single precision 1 - 0.999 has four exact digits.
-        step = state["step"].add_(1).double()
+        mean.add_((gradient - mean) * fitting(1 - first, parameter))
+        square.mul_(fitting(second, parameter)).add_(gradient * gradient * fitting(1 - second, parameter))
+        step = state["step"].add_(1)
+        step = fitting(step, step)
         root = (square if not is_amsgrad else _largest(state["max_exp_avg_sq"], square)).sqrt()
-        correction, size = (1 - second**step).sqrt(), rate / (1 - first**step)
+        correction = fitting(_one_minus_power(second, step).sqrt(), parameter)
+        bias = _one_minus_power(first, step)
+        size, epsilon = fitting(rate.to(bias.dtype) / bias, parameter), fitting(epsilon, parameter)
         if parameter.numel() >= _LARGE:
             correction, size = _stored(correction), _stored(size)
         parameter.sub_(mean / (root / correction + epsilon) * size)
@@ -183,11 +185,12 @@ class AdafactorRule(WrittenRule):
         if maximizes:
             gradient = -gradient
         # In double precision, as Python computes them for torch.
-        step = state["step"].add_(1).double()
-        weight, size = step**power, torch.minimum(rate, 1 / step.sqrt())
-        size = _mean_root(parameter).clamp(min=least_size) * size
+        step = state["step"].add_(1)
+        step = fitting(step, step)
+        weight, size = fitting(step**power, parameter), torch.minimum(rate.to(step.dtype), 1 / step.sqrt())
+        size = _mean_root(parameter).clamp(min=least_size) * fitting(size, parameter)
         if decays:
-            parameter.mul_(1 - rate * decay)
+            parameter.mul_(fitting(1 - rate * decay, parameter))
         if gradient.ndim > 1:
             rows, columns = state["row_var"], state["col_var"]
             for variance, dimension in ((rows, -1), (columns, -2)):
@@ -204,12 +207,21 @@ class AdafactorRule(WrittenRule):
 
 def _mean_root(values: Tensor) -> Tensor:
     """Return the root of the mean square of all elements."""
-    mean: Tensor = torch.linalg.vector_norm(values).double() / values.numel() ** 0.5
+    mean: Tensor = fitting(torch.linalg.vector_norm(values), values) / values.numel() ** 0.5
     return mean
 
 
 # From this number of elements on, memory for a number takes less time than to compute it again for every 16 elements.
 _LARGE = 2048
+
+
+def _one_minus_power(base: Tensor, step: Tensor) -> Tensor:
+    """Return `1 - base**step` in full precision, on the device and in the type of the step."""
+    if step.dtype is torch.float64:
+        # As Python computes it for torch.
+        return 1 - base**step
+    # In single precision 1 - 0.999 has four exact digits.
+    return -torch.expm1(fitting(base.log(), step) * step)
 
 
 def _stored(number: Tensor) -> Tensor:

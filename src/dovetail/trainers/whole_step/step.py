@@ -29,7 +29,7 @@ from dovetail.trainers.whole_step.limits import (
     ids,
     reject_changes,
 )
-from dovetail.trainers.whole_step.reuse import reuse_code, trace_key
+from dovetail.trainers.whole_step.reuse import reuse_code, trace_key, with_code
 from dovetail.trainers.whole_step.rules import checked_rule, clipped, state_of
 from dovetail.trainers.whole_step.sharing import Code
 from dovetail.trainers.whole_step.tracing import (
@@ -109,7 +109,7 @@ class WholeStep:
         describe: Callable[[], Any] | None = None,
     ) -> None:
         self.optimizer = optimizer
-        self._describe = describe
+        self._describe = with_code(describe, tolerance)
         self._tolerance = tolerance
         self._backend = backend
         self._compute = compute

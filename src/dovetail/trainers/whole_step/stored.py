@@ -15,13 +15,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
 
 from dovetail.errors import ConfigError
+from dovetail.trainers.whole_step.draws import build_draw, describe_draws
 from dovetail.trainers.whole_step.sharing import Code
+from dovetail.trainers.whole_step.spelling import spell
 
 
 def load_code(key: Any) -> Code | None:
@@ -42,10 +43,11 @@ def load_code(key: Any) -> Code | None:
         return Code(
             call,
             tuple(map(bool, found["is_used"])),
+            tuple(map(build_draw, found["draws"])),
             names=tuple(map(str, found["names"])),
             fixed=tuple((str(name), value) for name, value in found["fixed"]),
         )
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError):
         # Not there, or damaged: the step is traced and compiled.
         return None
 
@@ -53,13 +55,16 @@ def load_code(key: Any) -> Code | None:
 def store_code(key: Any, code: Code) -> None:
     """Store code for later processes, unless it belongs to this process only."""
     folder, name = _folder(), _name_of(key)
-    if folder is None or name is None or code.library is None or code.draws or code.constants or code.sizes:
+    if folder is None or name is None or code.library is None or code.constants or code.sizes:
+        return
+    draws = describe_draws(code.draws)
+    if draws is None:
         return
     if code.library.with_suffix(".json").exists():
         # It calls operations that need a second file.
         return
     limit = _limit()
-    facts = {"is_used": code.is_used, "names": code.names, "fixed": code.fixed}
+    facts = {"is_used": code.is_used, "names": code.names, "fixed": code.fixed, "draws": draws}
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
@@ -148,11 +153,11 @@ def _name_of(key: Any) -> str | None:
     """Return a file name for a key; None if the key contains code that may differ in another process."""
     if key is None:
         return None
-    choices = sorted(f"{name}={value}" for name, value in os.environ.items() if _is_choice(name))
-    parts: list[str] = [_environment(), *choices]
-    if not _spell(key, parts):
+    spelled = spell(key)
+    if spelled is None:
         return None
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    choices = sorted(f"{name}={value}" for name, value in os.environ.items() if _is_choice(name))
+    return hashlib.sha256("\n".join((_environment(), *choices, *spelled)).encode()).hexdigest()
 
 
 def _is_choice(name: str) -> bool:
@@ -162,26 +167,6 @@ def _is_choice(name: str) -> bool:
 
 # The beginnings of the names of environment variables that Inductor reads.
 _CHOICES = ("TORCHINDUCTOR_", "TORCH_COMPILE", "AOT_INDUCTOR_", "AOTINDUCTOR_", "ATEN_CPU_CAPABILITY", "CXX")
-
-
-def _spell(value: Any, parts: list[str]) -> bool:
-    """Append a text that is equal only for equal values, and return False for a value without one."""
-    kind = type(value)
-    if isinstance(value, (list, tuple)):
-        parts.append(f"{kind.__name__} {len(value)}")
-        return all(_spell(each, parts) for each in value)
-    if kind is dict:
-        parts.append(f"dict {len(value)}")
-        return all(_spell(each, parts) for item in value.items() for each in item)
-    if kind in (type, FunctionType, BuiltinFunctionType) or isinstance(value, type):
-        module, name = str(getattr(value, "__module__", "")), str(value.__qualname__)
-        parts.append(f"code {module} {name}")
-        # The version of torch, and the files of this library, are a part of the name.
-        return module.partition(".")[0] in ("torch", "dovetail", "builtins") and "<" not in name
-    if kind in (int, float, bool, str, bytes, type(None), torch.dtype, torch.device):
-        parts.append(f"{kind.__name__} {value!r}")
-        return True
-    return False
 
 
 @cache
