@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -153,7 +153,7 @@ class GradientExchange:
         """Send buckets from now on when they are complete.
 
         Args:
-            weight: The weight of this process's gradients.
+            weight: The weight of this process's gradients; None if it has no batch, and its gradients do not count.
             factor: The factor by which the accumulation window will multiply the gradients, or None.
         """
         # Buckets of an earlier pass are checked, and sent again, by `average`.
@@ -200,8 +200,9 @@ class GradientExchange:
     def average(self, group: Group, weight: Any, extras: list[Any]) -> list[Any] | None:
         """Replace every gradient by the mean over all processes, and return the sums of `extras`.
 
-        On an accelerator, the sums of tokens and weights are tensors, because reading them would wait for the device.
-        None means that parameters were frozen, unfrozen, added or replaced, so that new buckets are necessary.
+        The weight is as in `open`. On an accelerator, the sums of tokens and weights are tensors, because reading them
+        would wait for the device. None means that parameters were frozen, unfrozen, added or replaced, so that new
+        buckets are necessary.
         """
         buckets = self.buckets
         # As `is_whole`, without its call.
@@ -228,16 +229,17 @@ class GradientExchange:
         else:
             summed = torch.tensor([float(it) for it in extras], dtype=torch.float64)
             group.sum(summed)
-            return cast("list[float]", summed.tolist()[:-1])
+            sums: list[Any] = summed.tolist()
+        if buckets:
+            sums = buckets[-1].counts[-_NUM_EXTRAS:]
+            if buckets[-1].device_numbers is not None:
+                sums[_TOKENS] = buckets[-1].device_numbers[:-1]
         for bucket in buckets:
             bucket.sent = []
             for parameter, part, number in zip(bucket.parameters, bucket.parts, bucket.counts, strict=False):
                 # A parameter that no process used has no gradient, as in a single process.
                 parameter.grad = (part if bucket.is_exact else part.to(parameter.dtype)) if number else None
-        sums: list[Any] = buckets[-1].counts[-_NUM_EXTRAS:-1]
-        if buckets[-1].device_numbers is not None:
-            sums[_TOKENS] = buckets[-1].device_numbers[:-1]
-        return sums
+        return sums[:-1]
 
     def _sum_buckets(self, group: Group, weight: Any, extras: list[float]) -> None:
         """Send the remaining buckets, wait for all of them, and divide the sums."""
@@ -296,7 +298,7 @@ class GradientExchange:
         for bucket in self.buckets:
             bucket.wait()
             assert bucket.codec is not None
-            bucket.codec.decode(weight, self.weight, bucket.counts)
+            bucket.codec.decode(0 if weight is None else weight, self.weight, bucket.counts)
             bucket.gradients.div_(positive(self.weight))
 
 
@@ -392,6 +394,9 @@ class Bucket:
         if any(map(is_, gradients, repeat(None))) or any(map(_IS_SPARSE, gradients)):
             has = [float(gradient is not None) for gradient in gradients]
             gradients = [_dense(gradient, part) for gradient, part in zip(gradients, self.parts, strict=True)]
+        if weight is None:
+            # Otherwise a parameter that only a batch with weight zero uses would have a gradient.
+            has, weight = [0.0] * len(self.parameters), 0
         if any(map(_REQUIRES_GRAD, gradients)):
             # After a backward pass with `create_graph`: the average is not differentiated.
             gradients = [gradient.detach() for gradient in gradients]
@@ -419,7 +424,7 @@ class Bucket:
         messages = self.messages
         if is_compressed:
             assert self.codec is not None
-            messages = [*self.codec.encode(weight), self.tail]
+            messages = [*self.codec.encode(0 if weight is None else weight), self.tail]
             if self.device_numbers is not None:
                 messages.append(self.device_numbers)
         for message in messages:
