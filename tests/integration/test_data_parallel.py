@@ -60,8 +60,11 @@ UNEVEN = [
     "counted_by_hand_in_windows",
     "rare_in_windows",
     "rare_and_kept_in_windows",
+    "changing_layers_in_windows",
+    "frozen_at_the_step_in_windows",
     "rare",
     "rare_and_kept",
+    "frozen_at_the_step",
     "sharded_kept_in_windows",
     "sharded_kept_in_turns_in_windows",
 ]

@@ -206,6 +206,27 @@ def counted_by_hand(trainer: Any, batch: Any) -> dict[str, Any]:
     return {"loss": loss.detach()}
 
 
+class Freezes(Callback):
+    """Freezes and unfreezes layers from batch to batch, in all processes at once."""
+
+    def on_step_start(self, context: Any, batch: Any) -> None:
+        number = context.progress.batches
+        context.model.head.requires_grad_(number % 3 != 1)
+        context.model.body.requires_grad_(number % 4 != 2)
+
+
+def frozen_at_the_step(trainer: Any, batch: Any) -> dict[str, Any]:
+    """The second loss does not reach the head, which is frozen until the next batch."""
+    context, head = trainer.context, trainer.model.head
+    head.requires_grad_(True)
+    loss = loss_of(trainer, batch)
+    context.backward(loss)
+    head.requires_grad_(False)
+    context.backward(loss_of(trainer, batch, 3.0))
+    context.step()
+    return {"loss": loss.detach()}
+
+
 class Rare(Net):
     uses_rare = True
 
@@ -223,8 +244,10 @@ _ALL: dict[str, dict[str, Any]] = {
     "counted_by_hand": {"train_step": counted_by_hand},
     "rare": {"net": Rare},
     "rare_and_kept": {"net": Rare, "train_step": twice},
+    "changing_layers": {"callbacks": (Freezes(),)},
+    "frozen_at_the_step": {"train_step": frozen_at_the_step},
 }
-_ONE_BATCH = ("rare", "rare_and_kept")
+_ONE_BATCH = ("rare", "rare_and_kept", "frozen_at_the_step")
 _CHOSEN = {
     **{f"{name}_in_windows": {**settings, "accumulation_steps": 3} for name, settings in _ALL.items()},
     **{name: _ALL[name] for name in _ONE_BATCH},

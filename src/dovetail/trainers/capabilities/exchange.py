@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain, repeat
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, is_, is_not, itemgetter
 from typing import Any
 
 import torch
@@ -19,9 +19,9 @@ from dovetail.trainers.window import positive
 
 # Bytes of the first bucket: it is sent when the last layers of the model have their gradients.
 _FIRST_BUCKET = 2**20
-# The sums that are sent with the gradients: samples, stop request, SIGINT, SIGTERM, tokens (two parts), and early
-# buckets that changed.
-_NUM_EXTRAS = 7
+# The sums that are sent with the gradients: samples, stop request, SIGINT, SIGTERM, tokens (two parts), gradients of
+# frozen parameters, and early buckets that changed.
+_NUM_EXTRAS = 8
 # Those of them that are tensors of the device if the batch is on one: both parts of the tokens.
 _TOKENS = slice(4, 6)
 
@@ -65,6 +65,8 @@ class GradientExchange:
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         # Not their number: as many may be frozen as unfrozen.
         self.is_trained = list(map(_REQUIRES_GRAD, self.parameters))
+        # They may have gradients: frozen after a backward pass, they are stepped once more.
+        self.frozen = [parameter for parameter in self.parameters if not parameter.requires_grad]
         # The weight of all processes in the last average: a tensor if the gradients are on an accelerator.
         self.weight: Any = 0.0
         self.unit = unit
@@ -209,7 +211,9 @@ class GradientExchange:
         present = list(chain.from_iterable(map(_PARAMS, self.optimizer.param_groups)))
         if list(map(_REQUIRES_GRAD, present)) != self.is_trained or not all(map(is_, present, self.parameters)):
             return None
-        extras = [*extras, 0.0]
+        extras = [*extras, 0.0, 0.0]
+        if self.frozen and weight is not None:
+            extras[-2] = float(sum(map(is_not, map(_GRAD, self.frozen), repeat(None))))
         if self._channel is None and buckets and not self.is_compressed:
             # A small model: one bucket and few calls.
             for bucket in buckets:
@@ -234,12 +238,25 @@ class GradientExchange:
             sums = buckets[-1].counts[-_NUM_EXTRAS:]
             if buckets[-1].device_numbers is not None:
                 sums[_TOKENS] = buckets[-1].device_numbers[:-1]
-        for bucket in buckets:
+        for bucket in buckets if not sums[-2] else [*buckets, *self._sum_frozen(group, weight)]:
             bucket.sent = []
             for parameter, part, number in zip(bucket.parameters, bucket.parts, bucket.counts, strict=False):
                 # A parameter that no process used has no gradient, as in a single process.
                 parameter.grad = (part if bucket.is_exact else part.to(parameter.dtype)) if number else None
-        return sums[:-1]
+        return sums[:-2]
+
+    def _sum_frozen(self, group: Group, weight: Any) -> list[Bucket]:
+        """Return the averages of the gradients that frozen parameters have in some process."""
+        buckets = _make_buckets(self.frozen, sum(parameter.nbytes for parameter in self.frozen))
+        for bucket in buckets:
+            bucket.fill(weight, None, [0.0] * _NUM_EXTRAS)
+        try:
+            for bucket in buckets:
+                bucket.send(group.connections, weight, is_compressed=False)
+                self.weight = bucket.receive(divides=True)
+        except RuntimeError as error:
+            raise group.lost() from error
+        return buckets
 
     def _sum_buckets(self, group: Group, weight: Any, extras: list[float]) -> None:
         """Send the remaining buckets, wait for all of them, and divide the sums."""
