@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from window_ranks import CASES as WINDOWS
 
 from dovetail import Batches, Epochs, Tokens
 from dovetail.callbacks import EMA, Callback, ReduceOnPlateau
@@ -886,7 +887,7 @@ def a_new_run_after_an_error_inside_a_step(folder: Path) -> Any:
 
 def run_all(folder: Path) -> dict[str, Any]:
     found = {}
-    for name, function in CASES.items():
+    for name, function in (CASES | WINDOWS).items():
         place = folder / "places" / name
         place.mkdir(parents=True, exist_ok=True)
         found[name] = function(place)

@@ -50,6 +50,25 @@ EXACT = [
     "synced_norms_and_counted_items",
 ]
 
+# Of `window_ranks.py`.
+UNEVEN = [
+    "kept_in_windows",
+    "kept_in_turns_in_windows",
+    "plain_in_windows",
+    "gan_in_windows",
+    "gan_in_float16_in_windows",
+    "counted_by_hand_in_windows",
+    "rare_in_windows",
+    "rare_and_kept_in_windows",
+    "changing_layers_in_windows",
+    "frozen_at_the_step_in_windows",
+    "rare",
+    "rare_and_kept",
+    "frozen_at_the_step",
+    "sharded_kept_in_windows",
+    "sharded_kept_in_turns_in_windows",
+]
+
 
 @sizes
 @pytest.mark.parametrize("name", EXACT)
@@ -59,6 +78,17 @@ def test_a_group_trains_as_one_process_on_the_same_global_batches(results: Resul
         assert each[name]["weights"] == nearly(alone["weights"], 1e-12)
         assert each[name]["metrics"] == nearly(alone["metrics"], 1e-12)
         assert each[name]["progress"] == alone["progress"]
+
+
+@sizes
+@pytest.mark.parametrize("name", UNEVEN)
+def test_a_group_has_the_gradients_of_one_process(results: Results, name: str, size: int) -> None:
+    alone = results[1][0][name][str(size)]
+    for each in results[size]:
+        found = each[name][str(size)]
+        assert found["progress"] == alone["progress"]
+        for own, other in zip(found["gradients"], alone["gradients"], strict=True):
+            assert own == nearly(other, 3e-3 if "float16" in name else 1e-12)
 
 
 @sizes

@@ -285,7 +285,10 @@ class DataParallel(Capability):
             modules = (it for root in self._modules() for it in root.modules() if not isinstance(it, kinds))
             self._turn.before = IdleBatch(modules)
             self.context.run.batch.is_idle = True
-            if not self.context.run.window.closes:
+            # The loop has not started the batch yet: if the last window is closed, this batch opens one.
+            if self.context.run.window.closes:
+                self._turn.is_empty = True
+            elif not self._turn.is_empty:
                 self._store_gradients()
         return super().to_device(batch)
 
@@ -306,8 +309,8 @@ class DataParallel(Capability):
         weight, factor = window.items if window.size > 1 else run.num_items, None
         if window.size > 1 and (isinstance(window.correction, Tensor) or window.correction != 1.0):
             factor = window.correction
-        if self.context.progress.batch >= turn.own:
-            weight = 0
+        if turn.is_empty:
+            weight = None
         exchanges.open(weight, factor)
         try:
             super().backward(loss)
@@ -346,7 +349,7 @@ class DataParallel(Capability):
             (samples, tokens), flags = group.sum_with_events(counts, self._flags())
             turn.extras = [samples, *flags, 0, tokens]
         records, *flags, high, low = turn.extras
-        turn.samples, turn.tokens, turn.extras, turn.idle = 0, late, None, None
+        turn.samples, turn.tokens, turn.extras, turn.idle, turn.is_empty = 0, late, None, None, False
         notes.num_records, on_device = round(records), isinstance(high, Tensor)
         notes.num_tokens = join_on_device(high, low) if on_device else round(high) * TOKEN_UNIT + round(low)
         if notes.optimized and self._plans_by_tokens():
@@ -423,8 +426,9 @@ class DataParallel(Capability):
     def _average(self, group: Group, optimizer: Optimizer) -> None:
         """Average an optimizer's gradients over all processes; counts and stop flags are sent in the same message."""
         context, turn = self.context, self._turn
+        weight: Any = None
         if context.progress.batch >= turn.own:
-            weight, samples, tokens = 0, turn.samples, turn.tokens
+            samples, tokens = turn.samples, turn.tokens
             if turn.idle is not None:
                 weight = turn.idle.items
                 turn.idle.restore(optimizer)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain, repeat
-from operator import attrgetter, is_, itemgetter
-from typing import Any, cast
+from operator import attrgetter, is_, is_not, itemgetter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,9 @@ from dovetail.trainers.window import positive
 
 # Bytes of the first bucket: it is sent when the last layers of the model have their gradients.
 _FIRST_BUCKET = 2**20
-# The sums that are sent with the gradients: samples, stop request, SIGINT, SIGTERM, tokens (two parts), and early
-# buckets that changed.
-_NUM_EXTRAS = 7
+# The sums that are sent with the gradients: samples, stop request, SIGINT, SIGTERM, tokens (two parts), gradients of
+# frozen parameters, and early buckets that changed.
+_NUM_EXTRAS = 8
 # Those of them that are tensors of the device if the batch is on one: both parts of the tokens.
 _TOKENS = slice(4, 6)
 
@@ -65,6 +65,8 @@ class GradientExchange:
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         # Not their number: as many may be frozen as unfrozen.
         self.is_trained = list(map(_REQUIRES_GRAD, self.parameters))
+        # They may have gradients: frozen after a backward pass, they are stepped once more.
+        self.frozen = [parameter for parameter in self.parameters if not parameter.requires_grad]
         # The weight of all processes in the last average: a tensor if the gradients are on an accelerator.
         self.weight: Any = 0.0
         self.unit = unit
@@ -153,7 +155,7 @@ class GradientExchange:
         """Send buckets from now on when they are complete.
 
         Args:
-            weight: The weight of this process's gradients.
+            weight: The weight of this process's gradients; None if it has no batch, and its gradients do not count.
             factor: The factor by which the accumulation window will multiply the gradients, or None.
         """
         # Buckets of an earlier pass are checked, and sent again, by `average`.
@@ -200,15 +202,18 @@ class GradientExchange:
     def average(self, group: Group, weight: Any, extras: list[Any]) -> list[Any] | None:
         """Replace every gradient by the mean over all processes, and return the sums of `extras`.
 
-        On an accelerator, the sums of tokens and weights are tensors, because reading them would wait for the device.
-        None means that parameters were frozen, unfrozen, added or replaced, so that new buckets are necessary.
+        The weight is as in `open`. On an accelerator, the sums of tokens and weights are tensors, because reading them
+        would wait for the device. None means that parameters were frozen, unfrozen, added or replaced, so that new
+        buckets are necessary.
         """
         buckets = self.buckets
         # As `is_whole`, without its call.
         present = list(chain.from_iterable(map(_PARAMS, self.optimizer.param_groups)))
         if list(map(_REQUIRES_GRAD, present)) != self.is_trained or not all(map(is_, present, self.parameters)):
             return None
-        extras = [*extras, 0.0]
+        extras = [*extras, 0.0, 0.0]
+        if self.frozen and weight is not None:
+            extras[-2] = float(sum(map(is_not, map(_GRAD, self.frozen), repeat(None))))
         if self._channel is None and buckets and not self.is_compressed:
             # A small model: one bucket and few calls.
             for bucket in buckets:
@@ -228,16 +233,30 @@ class GradientExchange:
         else:
             summed = torch.tensor([float(it) for it in extras], dtype=torch.float64)
             group.sum(summed)
-            return cast("list[float]", summed.tolist()[:-1])
-        for bucket in buckets:
+            sums: list[Any] = summed.tolist()
+        if buckets:
+            sums = buckets[-1].counts[-_NUM_EXTRAS:]
+            if buckets[-1].device_numbers is not None:
+                sums[_TOKENS] = buckets[-1].device_numbers[:-1]
+        for bucket in buckets if not sums[-2] else [*buckets, *self._sum_frozen(group, weight)]:
             bucket.sent = []
             for parameter, part, number in zip(bucket.parameters, bucket.parts, bucket.counts, strict=False):
                 # A parameter that no process used has no gradient, as in a single process.
                 parameter.grad = (part if bucket.is_exact else part.to(parameter.dtype)) if number else None
-        sums: list[Any] = buckets[-1].counts[-_NUM_EXTRAS:-1]
-        if buckets[-1].device_numbers is not None:
-            sums[_TOKENS] = buckets[-1].device_numbers[:-1]
-        return sums
+        return sums[:-2]
+
+    def _sum_frozen(self, group: Group, weight: Any) -> list[Bucket]:
+        """Return the averages of the gradients that frozen parameters have in some process."""
+        buckets = _make_buckets(self.frozen, sum(parameter.nbytes for parameter in self.frozen))
+        for bucket in buckets:
+            bucket.fill(weight, None, [0.0] * _NUM_EXTRAS)
+        try:
+            for bucket in buckets:
+                bucket.send(group.connections, weight, is_compressed=False)
+                self.weight = bucket.receive(divides=True)
+        except RuntimeError as error:
+            raise group.lost() from error
+        return buckets
 
     def _sum_buckets(self, group: Group, weight: Any, extras: list[float]) -> None:
         """Send the remaining buckets, wait for all of them, and divide the sums."""
@@ -296,7 +315,7 @@ class GradientExchange:
         for bucket in self.buckets:
             bucket.wait()
             assert bucket.codec is not None
-            bucket.codec.decode(weight, self.weight, bucket.counts)
+            bucket.codec.decode(0 if weight is None else weight, self.weight, bucket.counts)
             bucket.gradients.div_(positive(self.weight))
 
 
@@ -392,6 +411,9 @@ class Bucket:
         if any(map(is_, gradients, repeat(None))) or any(map(_IS_SPARSE, gradients)):
             has = [float(gradient is not None) for gradient in gradients]
             gradients = [_dense(gradient, part) for gradient, part in zip(gradients, self.parts, strict=True)]
+        if weight is None:
+            # Otherwise a parameter that only a batch with weight zero uses would have a gradient.
+            has, weight = [0.0] * len(self.parameters), 0
         if any(map(_REQUIRES_GRAD, gradients)):
             # After a backward pass with `create_graph`: the average is not differentiated.
             gradients = [gradient.detach() for gradient in gradients]
@@ -419,7 +441,7 @@ class Bucket:
         messages = self.messages
         if is_compressed:
             assert self.codec is not None
-            messages = [*self.codec.encode(weight), self.tail]
+            messages = [*self.codec.encode(0 if weight is None else weight), self.tail]
             if self.device_numbers is not None:
                 messages.append(self.device_numbers)
         for message in messages:

@@ -120,7 +120,7 @@ class Exchanges:
         if saved is not None:
             unit = saved["unit"]
         elif compression is not None and compression.needs_unit:
-            total = torch.tensor([float(weight)], dtype=torch.float64)
+            total = torch.tensor([0.0 if weight is None else float(weight)], dtype=torch.float64)
             group.sum(total)
             unit = unit_of(total.item())
         exchange = GradientExchange(optimizer, order, self._bucket_size, compression, unit)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dovetail.distributed import own_part
@@ -56,6 +56,8 @@ class IdleWindow:
         # The same division as at the end of the window, by the items that count.
         factor = window.correction
         self._gradients = {it: None if it.grad is None else it.grad.detach() * factor for it in self._parameters}
+        # Parameters whose zeros stand for no gradient.
+        self._unused: set[Tensor] = set()
 
     @contextmanager
     def dropping(self) -> Iterator[None]:
@@ -72,10 +74,11 @@ class IdleWindow:
             if gradient is None and parameter.grad is not None:
                 # Not None: code of the user may change it in place.
                 gradient = torch.zeros_like(parameter.grad)
+                self._unused.add(parameter)
             parameter.grad = gradient
 
     def restore(self, optimizer: Optimizer) -> None:
-        """Restore the gradients of an optimizer, for its first update only.
+        """Restore the gradients of an optimizer, for its first update only; later only remove those of no real batch.
 
         A compiled step, or a layer that computes gradients itself, adds to them without `dropping`.
         """
@@ -83,3 +86,7 @@ class IdleWindow:
             for parameter in group["params"]:
                 if parameter in self._gradients:
                     parameter.grad = self._gradients.pop(parameter)
+                elif parameter in self._unused:
+                    # Otherwise momentum and weight decay would move a parameter that no real batch used.
+                    parameter.grad = None
+                self._unused.discard(parameter)

@@ -11,7 +11,7 @@ from dovetail.trainers.capabilities.idle import IdleBatch, IdleWindow
 class StepState:
     """State of this process in the running step."""
 
-    __slots__ = ("agreed", "before", "extras", "idle", "is_alike", "own", "samples", "tokens")
+    __slots__ = ("agreed", "before", "extras", "idle", "is_alike", "is_empty", "own", "samples", "tokens")
 
     def __init__(self) -> None:
         # True if parameters outside of the model were copied from the first process.
@@ -26,6 +26,8 @@ class StepState:
         self.tokens: Any = 0
         # Gradients and items of the running window, if this process has batches for only a part of it.
         self.idle: IdleWindow | None = None
+        # True if this process has no batches for the running window.
+        self.is_empty = False
         # The RNG state and the buffers before an idle batch.
         self.before: IdleBatch | None = None
         # Sums of the numbers that were sent with the first gradients of the running step.
