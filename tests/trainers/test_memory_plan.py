@@ -280,11 +280,12 @@ class Tied(nn.Module):
         self.last.weight = self.first.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.first(x * self.scale))
+        scaled: torch.Tensor = self.last(self.first(x * self.scale))
+        return scaled
 
 
 @pytest.mark.parametrize("layer", [None, FSDPTrainer])
-def test_a_model_without_data_and_with_tied_weights_has_the_plan_of_the_model_with_data(layer: Any) -> None:
+def test_tied_weights_without_data_have_the_plan_of_weights_with_data(layer: Any) -> None:
     data = torch.zeros(8, 256), torch.zeros(8, 256)
     plans = []
     for place in ("cpu", "meta"):
