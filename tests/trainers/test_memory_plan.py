@@ -71,7 +71,7 @@ def test_the_kinds_of_an_mlp_have_the_known_sizes() -> None:
     assert plan.peak == sum(plan.kinds.values())
 
 
-@pytest.mark.parametrize("layer", [None, DDPTrainer, FSDPTrainer])
+@pytest.mark.parametrize("layer", [None, FSDPTrainer])
 def test_a_plan_changes_nothing(problem: Problem, layer: Any) -> None:
     steps = []
 
@@ -267,3 +267,34 @@ def test_a_script_without_fit_is_one_clear_error(tmp_path: Path) -> None:
     script.write_text("import sys\nsys.exit(0)\n")
     with pytest.raises(ConfigError, match="ended without a call of fit, so there is nothing to plan"):
         plan_script(script)
+
+
+class Tied(nn.Module):
+    """A model whose two matrices are one parameter, and which has no `reset_parameters`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(256))
+        self.first = nn.Linear(256, 256, bias=False)
+        self.last = nn.Linear(256, 256, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scaled: torch.Tensor = self.last(self.first(x * self.scale))
+        return scaled
+
+
+@pytest.mark.parametrize("layer", [None, FSDPTrainer])
+def test_tied_weights_without_data_have_the_plan_of_weights_with_data(layer: Any) -> None:
+    data = torch.zeros(8, 256), torch.zeros(8, 256)
+    plans = []
+    for place in ("cpu", "meta"):
+        with torch.device(place):
+            trainer = Trainer(Tied(), "cpu", criterion=nn.MSELoss(), seed=0, verbose=False)
+        plans.append(plan_memory(trainer if layer is None else layer(trainer), data, num_processes=2))
+        assert trainer.model.first.weight is trainer.model.last.weight
+    with_data, empty = plans
+    assert dict(empty.kinds) == dict(with_data.kinds)
+    assert empty.collectives == with_data.collectives
+    if layer is None:
+        assert empty.kinds["parameters"] == 4 * (256 * 256 + 256)

@@ -6,6 +6,7 @@ import copy
 import runpy
 import sys
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from dovetail.errors import ConfigError
 from dovetail.printing import show_bytes
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.capabilities import DataParallel, ShardedDataParallel
-from dovetail.trainers.capabilities.deferred import is_deferred
+from dovetail.trainers.capabilities.deferred import allocate, is_deferred
 from dovetail.trainers.capabilities.sharded import replace_parameters
 from dovetail.trainers.decorators import TrainerDecorator
 from dovetail.trainers.memory_tracker import MemoryTracker, fake_group
@@ -236,14 +237,15 @@ class _Phases(TrainerDecorator):
     def setup(self) -> None:
         tracker, model = self.tracker, self.context.model
         assert model is not None
-        before = list(model.parameters())
+        # A model on the device `meta`. A plan needs no values, so its modules need no `reset_parameters`, and torch
+        # would give each use of a tied weight a parameter of its own when it moves the model.
+        if allocated := allocate(model):
+            for optimizer in self.context.optimizers:
+                replace_parameters(optimizer, allocated)
+            # It is in place, and torch cannot move parameters without data.
+            vars(self.core)["_placed"] = weakref.ref(model)
         super().setup()
-        parameters = list(model.parameters())
-        # A model without data on the device `meta` has other parameters after it was moved.
-        moved = {id(old): new for old, new in zip(before, parameters, strict=True) if old is not new}
-        for optimizer in self.context.optimizers if moved else ():
-            replace_parameters(optimizer, moved)
-        for parameter in parameters:
+        for parameter in model.parameters():
             tracker.add(own_part(parameter), "parameters")
             if parameter.requires_grad and not isinstance(self.parallel, ShardedDataParallel):
                 self._watch(parameter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -15,6 +16,8 @@ from dovetail.trainers.capabilities.sharded import ShardedDataParallel
 from dovetail.trainers.capabilities.timed import Timed
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.precision import Precision
+from dovetail.trainers.whole_step import CannotCompileError
+from dovetail.units import Progress
 
 Kinds = tuple[type[Any], ...]
 
@@ -81,6 +84,26 @@ def has_own_step_function(layer: Trainer) -> bool:
     """Return whether a trainer has a step that the user gave or assigned."""
     own = vars(layer)
     return own.get("train_step") is not None or own.get("_train_step") is not None
+
+
+class NoCounters:
+    """Replaces the progress while a step is traced: a step that reads a counter of batches or updates raises.
+
+    The epoch may be read: the loss is compared with an eager one in every epoch.
+
+    Args:
+        progress: The progress.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def __getattr__(self, name: str) -> Any:
+        # The library's own steps store the number of the batch for strategies.
+        is_ours = str(sys._getframe(1).f_globals.get("__name__")).startswith("dovetail.")
+        if name == "epoch" or is_ours:
+            return getattr(self._progress, name)
+        raise CannotCompileError(f"the step reads context.progress.{name}, which a graph would not read again")
 
 
 def trained_by(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from dovetail.errors import ConfigError
 from dovetail.trainers.base import Trainer
 from dovetail.trainers.capabilities.compile_limits import (
+    NoCounters,
     full_precision,
     graph_obstacle,
     has_own_step_function,
@@ -48,10 +49,11 @@ from dovetail.trainers.whole_step import (
     UnknownError,
     UpdateStep,
     WholeStep,
+    attribute_spaces,
     check_compiler,
     read_by,
 )
-from dovetail.units import Epochs, Tokens, TrainUnit
+from dovetail.units import Epochs, Progress, Tokens, TrainUnit
 
 
 class Compiled(Capability):
@@ -310,7 +312,7 @@ class Compiled(Capability):
         context = self.context
         assert context.run.trainer is not None
         owners = (*layers(context.run.trainer), *with_parts(self.strategies))
-        spaces = [(type(it).__name__, vars(it)) for it in owners]
+        spaces = attribute_spaces(owners, (part for module in modules for part in module.modules()))
         spaces.append(("context.state", context.state))
         precision = None if context.precision is None else context.precision.dtype
         # Compiled code is rounded to a low precision less often than eager operations. Roundings are independent, so
@@ -474,11 +476,12 @@ class Compiled(Capability):
         context = self.context
         shared = {name: context.state[name] for name in _SHARED if name in context.state}
         trainer, context.run.trainer = context.run.trainer, cast(Trainer, _NoVerbs())
+        progress, context.progress = context.progress, cast(Progress, NoCounters(context.progress))
         try:
             with nullcontext() if context.precision is None else context.precision.autocast():
                 return super().train_step(batch)
         finally:
-            context.run.trainer = trainer
+            context.run.trainer, context.progress = trainer, progress
             for name in _SHARED:
                 context.state.pop(name, None)
             context.state.update(shared)

@@ -31,26 +31,41 @@ def initialize(model: nn.Module, seed: int, finish: Callable[[nn.Module], None] 
     Raises:
         ConfigError: A module has parameters or buffers, but no `reset_parameters`.
     """
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        for name, module, is_new in _allocate_all(model):
+            if is_new:
+                _reset(name or type(model).__name__, module)
+            finish(module)
+
+
+def allocate(model: nn.Module) -> dict[int, Tensor]:
+    """Give all parameters and buffers memory without values, and return the new tensors by the id of the old ones."""
+    before = [*model.parameters(), *model.buffers()]
+    for _ in _allocate_all(model):
+        pass
+    after = [*model.parameters(), *model.buffers()]
+    return {id(old): new for old, new in zip(before, after, strict=True) if old is not new}
+
+
+def _allocate_all(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
+    """Allocate the tensors of each module; yield its name, the module, and whether one of them is new."""
     uses = Counter(id(value) for _, module in _children_first(model) for _, value in _own(module))
     # Shared parameters stay shared. The others are not held here, so that a sharded block frees its whole tensors.
     shared: dict[int, Tensor] = {}
     kept: list[Tensor] = []
-    with torch.random.fork_rng(), torch.no_grad():
-        torch.manual_seed(seed)
-        for name, module in _children_first(model):
-            missing = [(key, value) for key, value in _own(module) if value.is_meta]
-            is_new = any(id(value) not in shared for _, value in missing)
-            for key, value in missing:
-                filled = shared[id(value)] if id(value) in shared else _allocate(value)
-                if uses[id(value)] > 1:
-                    shared[id(value)] = filled
-                    # Otherwise another tensor could have the same id.
-                    kept.append(value)
-                owner: dict[str, Any] = module._parameters if key in module._parameters else module._buffers
-                owner[key] = filled
-            if is_new:
-                _reset(name or type(model).__name__, module)
-            finish(module)
+    for name, module in _children_first(model):
+        missing = [(key, value) for key, value in _own(module) if value.is_meta]
+        is_new = any(id(value) not in shared for _, value in missing)
+        for key, value in missing:
+            filled = shared[id(value)] if id(value) in shared else _allocate(value)
+            if uses[id(value)] > 1:
+                shared[id(value)] = filled
+                # Otherwise another tensor could have the same id.
+                kept.append(value)
+            owner: dict[str, Any] = module._parameters if key in module._parameters else module._buffers
+            owner[key] = filled
+        yield name, module, is_new
 
 
 def _own(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -9,7 +9,7 @@ from dovetail.trainers.whole_step.comparing import SHARP
 from dovetail.trainers.whole_step.gradients import GradientBuffers
 from dovetail.trainers.whole_step.graph import Outputs
 from dovetail.trainers.whole_step.known import UnknownError, read_by
-from dovetail.trainers.whole_step.limits import CannotCompileError
+from dovetail.trainers.whole_step.limits import CannotCompileError, attribute_spaces
 from dovetail.trainers.whole_step.step import WholeStep
 from dovetail.trainers.whole_step.tracing import Backend, check_compiler
 from dovetail.trainers.whole_step.updates import UpdateStep
@@ -23,6 +23,7 @@ __all__ = [
     "UnknownError",
     "UpdateStep",
     "WholeStep",
+    "attribute_spaces",
     "check_compiler",
     "read_by",
 ]

@@ -27,6 +27,13 @@ class TraceError(CannotCompileError):
     """An error inside a trace."""
 
 
+class StoredTensorError(CannotCompileError):
+    """The step stores a tensor of its trace."""
+
+    def __init__(self) -> None:
+        super().__init__("the step stores a tensor outside of its outputs, which a graph would not repeat")
+
+
 def check_modules(
     modules: Sequence[nn.Module], parameters: Mapping[str, nn.Parameter], *, calls_hooks: bool = False
 ) -> None:
@@ -92,18 +99,46 @@ def check_memory(tensors: Sequence[Tensor]) -> None:
 def reject_changes(spaces: Sequence[Space]) -> Iterator[None]:
     """Undo changes that a trace makes to objects that it should only read, and raise."""
     before = [(owner, space, {name: (it, _content(it)) for name, it in space.items()}) for owner, space in spaces]
-    generators = _generator_states()
-    changed = []
+    generators, numbers = _generator_states(), (random.getstate(), np.random.get_state())
+    changed, stored = [], None
     try:
         yield
+    except StoredTensorError as error:
+        # The name of the attribute, if it is one, says more.
+        stored = error
     finally:
         # Also after an error: the step is then computed eagerly, from the same values.
         for owner, space, old in before:
             changed += [f"{owner}.{name}" for name in _undo_changes(space, old)]
+        draws = generators != _generator_states()
+        if draws:
+            # Otherwise the eager steps that follow would draw other numbers than those of an eager run.
+            random.setstate(numbers[0])
+            np.random.set_state(numbers[1])
     if changed:
         raise CannotCompileError(f"the step changes {changed[0]}, which a graph would not repeat")
-    if generators != _generator_states():
+    if draws:
         raise CannotCompileError("the step draws random numbers from Python or numpy, and not from torch")
+    if stored is not None:
+        raise stored
+
+
+def attribute_spaces(owners: Iterable[Any], modules: Iterable[nn.Module] = ()) -> list[Space]:
+    """Return the names and attributes of some objects, and of modules that they hold, such as metrics.
+
+    Args:
+        owners: The objects.
+        modules: Modules that are left out.
+    """
+    spaces, known = [], set(ids(modules))
+    for owner in owners:
+        spaces.append((type(owner).__name__, vars(owner)))
+        held = pytree.tree_leaves([it for it in vars(owner).values() if isinstance(it, (nn.Module, dict, list, tuple))])
+        for module in (inner for it in held if isinstance(it, nn.Module) for inner in it.modules()):
+            if id(module) not in known:
+                known.add(id(module))
+                spaces.append((type(module).__name__, vars(module)))
+    return spaces
 
 
 def _generator_states() -> tuple[Any, ...]:

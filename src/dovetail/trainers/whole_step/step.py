@@ -44,6 +44,7 @@ from dovetail.trainers.whole_step.tracing import (
     lift_draws,
     loss_of,
     naming_update,
+    reject_recomputation,
     sizes_of,
     trace,
     uncompiled,
@@ -468,15 +469,14 @@ class WholeStep:
             for batch in batches:
                 outputs = self._update(with_tensors(batch, leaves), parameters, buffers, state, numbers)
                 names[:] = [name for name, value in outputs.items() if isinstance(value, Tensor)]
+                for name, value in outputs.items():
+                    if not isinstance(value, (Tensor, str, int, float, type(None))):
+                        raise CannotCompileError(f"the step returns a {type(value).__name__} as {name!r}")
                 fixed.update((name, value) for name, value in outputs.items() if name not in names)
                 tensors += [outputs[name].detach() for name in names]
             return tensors
 
-        traced = trace(steps, given, is_open)
-        for name, value in fixed.items():
-            if not isinstance(value, (str, int, float, type(None))):
-                raise CannotCompileError(f"the step returns a {type(value).__name__} as {name!r}")
-        return traced, names, fixed
+        return trace(steps, given, is_open), names, fixed
 
     def _update(
         self,
@@ -493,7 +493,7 @@ class WholeStep:
         }
         by_name = {name: leaves[parameter] for name, parameter in self._parameters.items()}
         swapped = {**by_name, **buffers}
-        with _reparametrize_module(self._root, swapped, tie_weights=True):
+        with _reparametrize_module(self._root, swapped, tie_weights=True), reject_recomputation():
             outputs = self._compute(batch)
         by_group = [[next(coming) for _ in rule.numbers(group)] for group in groups]
         loss = rule.weighted(loss_of(outputs), outputs, by_group[0], self._terms[0])

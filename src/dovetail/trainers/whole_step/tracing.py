@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import shutil
 import tempfile
 import warnings
@@ -20,7 +21,7 @@ from torch.fx import GraphModule, Node
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from dovetail.trainers.whole_step.limits import CannotCompileError, TraceError, first_line
+from dovetail.trainers.whole_step.limits import CannotCompileError, StoredTensorError, TraceError, first_line
 from dovetail.trainers.whole_step.settings import changed_settings
 from dovetail.trainers.whole_step.stored import library_call
 
@@ -106,18 +107,32 @@ def trace(steps: Callable[..., list[Tensor]], given: Sequence[Tensor], is_open: 
     """
     # Imported here because it takes most of a second.
     from torch._subclasses import fake_tensor
-    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
     mode, fakes = fake_inputs(given, is_open)
+    # The tensors of the trace, by weak references.
+    computed: Any = ()
+
+    def note_tensors(*inputs: Tensor) -> list[Tensor]:
+        nonlocal computed
+        running: Any = get_proxy_mode()
+        computed = running.tracer.tensor_tracker
+        return steps(*inputs)
+
     try:
         with mode, torch.enable_grad():
-            return make_fx(steps, _allow_non_fake_inputs=True)(*fakes)
+            traced = make_fx(note_tensors, _allow_non_fake_inputs=True)(*fakes)
     except CannotCompileError:
         raise
     except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException) as error:
         raise CannotCompileError("the step depends on the value of a tensor, by .item() or an if") from error
     except Exception as error:
         raise TraceError(f"the step cannot be traced ({first_line(error)})") from error
+    if len(computed) > len(fakes):
+        gc.collect()
+    if len(computed) > len(fakes):
+        raise StoredTensorError
+    return traced
 
 
 def fake_inputs(given: Sequence[Tensor], is_open: Sequence[bool]) -> tuple[Any, list[Any]]:
@@ -178,6 +193,19 @@ def loss_of(outputs: Any) -> Tensor:
 
 
 @contextmanager
+def reject_recomputation() -> Iterator[None]:
+    """Raise if the step uses `torch.utils.checkpoint`: a trace would draw other random numbers the second time."""
+    reason = "the step computes activations again in the backward pass, by torch.utils.checkpoint or another hook"
+    try:
+        with torch.autograd.graph.disable_saved_tensors_hooks(reason):
+            yield
+    except RuntimeError as error:
+        if str(error) != reason:
+            raise
+        raise CannotCompileError(reason) from error
+
+
+@contextmanager
 def naming_update(optimizer: Optimizer) -> Iterator[None]:
     """Turn an error of a traced update that reads a tensor into one that names the optimizer."""
     from torch._subclasses import fake_tensor
@@ -205,6 +233,8 @@ def lift_constants(traced: GraphModule) -> list[Tensor]:
     found: dict[str, tuple[Node, Tensor]] = {}
     for node in [node for node in traced.graph.nodes if node.op == "get_attr"]:
         value = getattr(traced, node.target)
+        if not isinstance(value, Tensor):
+            raise CannotCompileError(f"the step uses a {type(value).__name__}, which is not an input of a graph")
         if value.requires_grad:
             raise CannotCompileError("the loss depends on a parameter that is not the model's")
         if node.target not in found:

@@ -1,0 +1,125 @@
+"""Steps that read or change what is no input of a graph: they train eagerly, with the numbers of an eager run."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from problem import Problem, assert_same_weights
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from dovetail.trainers import CompiledTrainer, Trainer
+from dovetail.units import Epochs
+
+Step = Callable[[Trainer, Any], Any]
+
+
+def train(problem: Problem, step: Any, *, compiled: bool, **settings: Any) -> Any:
+    """Train two epochs of four batches, with a graph whose operations are called one by one."""
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(1)
+    inner = Trainer(problem.model(), "cpu", train_step=step, verbose=False, **settings)
+    trainer: Any = CompiledTrainer(inner, backend="eager") if compiled else inner
+    trainer.fit(problem.batches[:4], max_length=Epochs(2))
+    return trainer
+
+
+def loss_of(trainer: Any, batch: Any) -> Tensor:
+    loss: Tensor = cross_entropy(trainer.model(batch[0]), batch[1])
+    return loss
+
+
+def weigh_by_update(trainer: Any, batch: Any) -> Tensor:
+    # The loss changes by less than 0.1 %, so a comparison would not find it.
+    weight = 1e-5 * trainer.context.progress.updates
+    return loss_of(trainer, batch) + weight * trainer.model(batch[0]).square().mean()
+
+
+def weigh_by_numpy(trainer: Any, batch: Any) -> Tensor:
+    return loss_of(trainer, batch) * float(np.random.uniform(0.5, 1.0))
+
+
+def weigh_by_python(trainer: Any, batch: Any) -> Tensor:
+    return loss_of(trainer, batch) * random.uniform(0.5, 1.0)
+
+
+def recompute(trainer: Any, batch: Any) -> Tensor:
+    # Without parameters: a graph would have drawn another mask in the backward pass.
+    hidden: Any = checkpoint(nn.Dropout(0.5), trainer.model(batch[0]), use_reentrant=False)
+    return cross_entropy(hidden, batch[1])
+
+
+def with_generator() -> Step:
+    generator = torch.Generator().manual_seed(5)
+    return lambda trainer, batch: loss_of(trainer, batch) * torch.rand((), generator=generator)
+
+
+def with_list() -> Step:
+    seen: list[Tensor] = []
+
+    def step(trainer: Any, batch: Any) -> Tensor:
+        seen.append(trainer.model(batch[0]).detach())
+        return loss_of(trainer, batch)
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("cause", "step"),
+    [
+        ("the step reads context.progress.updates", lambda: weigh_by_update),
+        ("draws random numbers from Python or numpy", lambda: weigh_by_numpy),
+        ("draws random numbers from Python or numpy", lambda: weigh_by_python),
+        ("computes activations again in the backward pass", lambda: recompute),
+        ("the step uses a Generator", with_generator),
+        ("the step stores a tensor", with_list),
+    ],
+)
+def test_a_step_with_an_effect_that_no_graph_repeats_is_eager_from_the_first_batch(
+    problem: Problem, cause: str, step: Callable[[], Step]
+) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compiled = train(problem, step(), compiled=True)
+    (reported,) = [str(it.message) for it in caught if "without a graph" in str(it.message)]
+    assert cause in reported
+    eager = train(problem, step(), compiled=False)
+    assert compiled.history.losses == eager.history.losses
+    assert_same_weights(compiled.model, eager.model)
+
+
+class Count(nn.Module):
+    """A metric like torchmetrics': a module whose state is an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torch.zeros(())
+
+    def update(self, values: Tensor) -> None:
+        self.total = self.total + values.sum()
+
+
+class Counting(Trainer):
+    counts: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.counts = {"targets": Count()}
+
+    def train_step(self, batch: Any) -> Mapping[str, Any]:
+        self.counts["targets"].update(batch[1])
+        return {"loss": loss_of(self, batch)}
+
+
+def test_a_metric_that_a_step_updates_has_the_values_of_eager_training(problem: Problem) -> None:
+    trainer = Counting(problem.model(), "cpu", verbose=False)
+    with pytest.warns(UserWarning, match=r"the step changes Count\.total"):
+        CompiledTrainer(trainer, backend="eager").fit(problem.batches[:4], max_length=Epochs(2))
+    assert trainer.counts["targets"].total == 2 * sum(batch[1].sum() for batch in problem.batches[:4])
