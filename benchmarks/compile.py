@@ -28,7 +28,8 @@ from report import Row, Section, Table, parser
 
 __all__ = ["main"]
 
-STEPS_PER_CALL = (1, 8)
+# The workloads whose first calls are measured, and their steps per call.
+FIRST_CALLS = (("list", 1), ("list", 8), ("cnn", 1), ("transformer", 1))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -37,11 +38,14 @@ def main(arguments: list[str] | None = None) -> int:
     names = [workload.name for workload in taking_part]
     words.add_argument("--workload", action="append", choices=names, help="only this one; may be given several times")
     words.add_argument("--threads", type=int, default=1, help="threads of torch; 1 by default")
-    words.add_argument("--first-step", type=int, help="print the seconds of a first call of so many steps, and no more")
+    words.add_argument(
+        "--first-step", type=int, help="print the seconds of a first call of so many steps of one workload, and no more"
+    )
     options = words.parse_args(arguments)
     torch.set_num_threads(options.threads)
     if options.first_step is not None:
-        print(first_step(options.first_step))
+        (name,) = options.workload
+        print(first_step(name, options.first_step))
         return 0
 
     section = Section(
@@ -66,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not options.workload or "transformer" in options.workload:
         section.add(floor(1 if options.quick else 7))
     if not options.workload:
-        section.add(making(STEPS_PER_CALL[: 1 if options.quick else None], 1 if options.quick else 2))
+        section.add(making(FIRST_CALLS[: 1 if options.quick else None], 1 if options.quick else 2))
     section.save(options)
     return 0
 
@@ -128,19 +132,19 @@ _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mkl_linear", "_mkl_line
 _DRAWS = frozenset({"bernoulli_", "bernoulli", "native_dropout", "uniform_"})
 
 
-def making(sizes: tuple[int, ...], repeats: int) -> Table:
-    """Return how long a first step takes while the compiler works, and while it finds what it once made."""
+def making(calls: tuple[tuple[str, int], ...], repeats: int) -> Table:
+    """Return the seconds of first calls: with the compiler, and with the code that an earlier process has stored."""
     rows = []
-    for size in sizes:
+    for name, size in calls:
         cold, warm = [], []
         for _ in range(repeats):
             with tempfile.TemporaryDirectory() as folder:
-                cold.append(in_a_process(size, folder))
-                warm.append(in_a_process(size, folder))
-        what = "a step" if size == 1 else f"{size} steps per call"
+                cold.append(in_a_process(name, size, folder))
+                warm.append(in_a_process(name, size, folder))
+        what = f"{_MODELS[name]}, " + ("a step" if size == 1 else f"{size} steps per call")
         rows += [Row(f"{what}, compiled", cold), Row(f"{what}, from the compiler's cache", warm)]
     return Table(
-        "The first call, with the making of its graph (MLP of the first workload)",
+        "The first call, with the making of its graph",
         "seconds",
         rows,
         form="{:.2f}",
@@ -149,21 +153,27 @@ def making(sizes: tuple[int, ...], repeats: int) -> Table:
     )
 
 
-def in_a_process(steps_per_call: int, cache: str) -> float:
+_MODELS = {"list": "MLP", "cnn": "CNN", "transformer": "transformer"}
+
+
+def in_a_process(name: str, steps_per_call: int, cache: str) -> float:
     """Return the seconds of a first call in a new process, with the compiler's cache in that folder."""
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
-    command = [sys.executable, __file__, "--first-step", str(steps_per_call)]
+    command = [sys.executable, __file__, "--workload", name, "--first-step", str(steps_per_call)]
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     return float(done.stdout.split()[-1])
 
 
-def first_step(steps_per_call: int) -> float:
+def first_step(name: str, steps_per_call: int) -> float:
     """Return the seconds of training up to the end of the first call."""
-    job = WORKLOADS[0].job(COMPILED, quick=True)
-    plain = Trainer(job.model, "cpu", optimizer=job.optimizer, criterion=job.criterion, verbose=False)
+    job = next(workload for workload in WORKLOADS if workload.name == name).job(COMPILED, quick=True)
+    plain = Trainer(
+        job.model, "cpu", optimizer=job.optimizer, criterion=job.criterion, gradient_clip=job.clip, verbose=False
+    )
     trainer = CompiledTrainer(plain, steps_per_call=steps_per_call)
     started = time.perf_counter()
-    trainer.fit(job.train, max_length=Batches(1 + steps_per_call))
+    # The steps of a larger call are first made one by one.
+    trainer.fit(job.train, max_length=Batches(steps_per_call + (steps_per_call > 1)))
     return time.perf_counter() - started
 
 

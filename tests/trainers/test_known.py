@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,6 +39,44 @@ def model() -> nn.Sequential:
 def loss(**settings: Any) -> Any:
     strategy = CrossEntropyLossStrategy(**settings)
     return partial(strategy.compute_loss, context=None)
+
+
+@dataclass
+class Settings:
+    width: int
+    rates: list[float] = field(default_factory=lambda: [0.1])
+
+
+@dataclass(slots=True)
+class Narrow:
+    width: int
+
+
+def with_settings(settings: Any) -> nn.Module:
+    layer = Own()
+    layer.settings = settings
+    return layer
+
+
+@pytest.mark.parametrize("make", [Settings, Narrow, lambda width: SimpleNamespace(width=width)])
+def test_plain_settings_of_a_module_of_the_user_are_described(make: Any) -> None:
+    def described(width: int) -> Any:
+        return read_by(with_settings(make(width)), KNOWN, trusts_code=True)
+
+    assert described(3) == described(3)
+    assert described(3) != described(4)
+    with pytest.raises(UnknownError):
+        read_by(make(3), KNOWN)
+
+
+def test_an_object_that_contains_itself_is_unknown() -> None:
+    layer, settings = Own(), Settings(3)
+    layer.parents, vars(settings)["all"] = [layer], [settings]
+    for piece in (layer, settings):
+        with pytest.raises(UnknownError, match="contains itself"):
+            read_by(piece, KNOWN, trusts_code=True)
+    # Twice, but not inside of itself.
+    assert read_by([Settings(3)] * 2, KNOWN, trusts_code=True)
 
 
 @pytest.mark.parametrize("make", [model, loss, lambda: nn.CrossEntropyLoss(torch.ones(3)), lambda: {"a": [1, None]}])

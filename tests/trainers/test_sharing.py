@@ -104,6 +104,32 @@ def test_a_model_with_a_function_that_has_a_closure_shares_no_graph(problem: Pro
     assert not _SHARED
 
 
+class CreatesTensors(nn.Module):
+    """A module that creates tensors of some numbers in every call."""
+
+    def __init__(self, numbers: list[float]) -> None:
+        super().__init__()
+        self.linear, self.numbers = nn.Linear(6, 3), numbers
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.linear(x) * torch.tensor(0.5)
+        return logits + torch.tensor(self.numbers).sum()
+
+
+@pytest.mark.parametrize(("numbers", "num_shared"), [([0.25], 1), ([0.1] * 8, 1), ([0.1] * 9, 0)])
+def test_a_model_that_creates_small_tensors_shares_its_graph(
+    problem: Problem, numbers: list[float], num_shared: int
+) -> None:
+    _SHARED.clear()
+    changed = {"model": lambda: CreatesTensors(numbers)}
+    for _ in range(2):
+        found = train(problem, compiled, changed)
+    torch.testing.assert_close(found, train(problem, lambda it: it, changed), rtol=0, atol=2e-6)
+    assert len(_SHARED) == num_shared
+    train(problem, compiled, {"model": lambda: CreatesTensors([*numbers[1:], 0.75])})
+    assert len(_SHARED) == 2 * num_shared
+
+
 def test_only_the_graphs_that_were_used_last_are_kept() -> None:
     _SHARED.clear()
     for number in range(40):
@@ -119,7 +145,7 @@ def test_only_the_graphs_that_were_used_last_are_kept() -> None:
 
 
 class TwoDropouts(nn.Module):
-    """A module of a user that draws random numbers twice, of two kinds."""
+    """A module of a user that draws random numbers twice, of two kinds, and creates small tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +153,7 @@ class TwoDropouts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.linear(self.dropout(x))
-        return logits + 0.1 * torch.randn_like(logits)
+        return logits * torch.tensor([0.5, 1.0, 2.0]) + torch.tensor(0.1) * torch.randn_like(logits)
 
 
 def train_dropouts(problem: Problem, *, is_compiled: bool = True) -> Any:

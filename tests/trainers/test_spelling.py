@@ -21,6 +21,7 @@ from dovetail.trainers.whole_step.spelling import spell
 
 SOURCE = """
 import math
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -34,6 +35,24 @@ SCALE = 2.0
 
 def shifted(x, *, by=1.0):
     return torch.relu(x) + by
+
+
+@dataclass
+class Config:
+    width: int = 2
+    rates: list = field(default_factory=list)
+
+    def doubled(self):
+        return self.width * 2
+
+
+@dataclass(frozen=True)
+class Result:
+    logits: torch.Tensor
+    weight: float = 0.5
+
+    def __hash__(self):
+        return 3
 
 
 class Base(nn.Module):
@@ -55,10 +74,13 @@ class Model(Base):
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(2, 2)
+        self.config = Config(rates=[0.1])
 
     def forward(self, x):
         # A comment.
-        x = [shifted(each) for each in (self.scaled(x), self.half * x)][0]
+        x = [shifted(each) for each in (self.scaled(x), self.half * x)][0] * self.config.doubled()
+        result = Result(x)
+        x = result.logits * result.weight
         return layers.inner.act(F.gelu(self.linear(x))) / math.sqrt(x.shape[-1])
 """
 LAYERS = """
@@ -70,21 +92,18 @@ def act(x):
 """
 
 
-def text_of_model(change: tuple[str, str] = ("", ""), monkeypatch: pytest.MonkeyPatch | None = None) -> str | None:
+def text_of_model(change: tuple[str, str] = ("", "")) -> str | None:
     """Return the text of a model whose code has one change, as a new process would import it."""
     assert change[0] in SOURCE + LAYERS
-    inner, outer = ModuleType("layers.inner"), ModuleType("layers")
-    exec(LAYERS.replace(*change), vars(inner))
+    inner, outer, user = (ModuleType(name) for name in ("layers.inner", "layers", "user"))
     vars(outer)["inner"] = inner
-    known, sys.modules["layers"] = sys.modules.get("layers"), outer
-    try:
-        space: dict[str, Any] = {"__name__": "user"}
-        exec(compile(SOURCE.replace(*change), "user.py", "exec"), space)
-    finally:
-        del sys.modules["layers"]
-        if known is not None:
-            sys.modules["layers"] = known
-    parts = spell(read_by(space["Model"](), frozenset(), trusts_code=True))
+    modules = {"layers": outer, "user": user}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in modules.items():
+            patch.setitem(sys.modules, name, module)
+        exec(LAYERS.replace(*change), vars(inner))
+        exec(compile(SOURCE.replace(*change), "user.py", "exec"), vars(user))
+    parts = spell(read_by(user.Model(), frozenset(), trusts_code=True))
     return None if parts is None else "\n".join(parts)
 
 
@@ -111,6 +130,10 @@ def test_the_text_of_equal_code_is_equal() -> None:
         pytest.param(("self.half * x)][0]", "self.half * x)][1]"), id="forward"),
         pytest.param(("LIMIT = 4.0", "LIMIT = 5.0"), id="global-of-another-module"),
         pytest.param(("max=LIMIT", "min=LIMIT"), id="function-of-another-module"),
+        pytest.param(("rates=[0.1]", "rates=[0.2]"), id="attribute-of-a-dataclass"),
+        pytest.param(("self.width * 2", "self.width * 3"), id="method-of-a-dataclass"),
+        pytest.param(("weight: float = 0.5", "weight: float = 0.7"), id="default-of-a-dataclass"),
+        pytest.param(("return 3", "return 4"), id="special-method-of-a-dataclass"),
         pytest.param(("nn.Linear(2, 2)", "nn.Linear(2, 4)"), id="attribute-of-the-model"),
         pytest.param(("class Model(Base)", "class Model(nn.Identity, Base)"), id="bases"),
     ],

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
 from functools import partial
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,14 +19,18 @@ class UnknownError(Exception):
     """An object has code of unknown behavior, so it may read anything."""
 
 
-def read_by(piece: Any, known: frozenset[type[Any]], *, trusts_code: bool = False) -> Any:
+def read_by(
+    piece: Any, known: frozenset[type[Any]], *, trusts_code: bool = False, within: frozenset[int] = frozenset()
+) -> Any:
     """Return the inputs of a computation besides tensors, for a comparison with an earlier result.
 
     Args:
         piece: A module, a value, a container, an object of a known type, or a partial call of its method.
         known: Types of objects whose methods read only their arguments and the object's attributes.
-        trusts_code: True to also accept modules of users and functions without a closure. Their code may read other
-            values, such as globals, so the result is valid only if a loss is compared before it is used.
+        trusts_code: True to also accept modules of users, instances of dataclasses, and functions without a closure.
+            Their code may read other values, such as globals, so the result is valid only if a loss is compared before
+            it is used.
+        within: The ids of the objects that contain this one.
 
     Raises:
         UnknownError: The object may read values that are not inputs of a graph else.
@@ -45,15 +50,22 @@ def read_by(piece: Any, known: frozenset[type[Any]], *, trusts_code: bool = Fals
     if isinstance(piece, Tensor):
         # The content of a tensor is an input of the graph.
         return kind, piece.shape, piece.dtype
-    read = partial(read_by, known=known, trusts_code=trusts_code)
+    if id(piece) in within:
+        raise UnknownError(f"an object of type {kind.__name__} contains itself")
+    read = partial(read_by, known=known, trusts_code=trusts_code, within=within | {id(piece)})
     if kind is list or kind is tuple:
         return kind, [read(each) for each in piece]
     if isinstance(piece, Mapping):
         return [(name, read(each)) for name, each in piece.items()]
     if isinstance(piece, nn.Module):
         return kind, _read_by_module(piece, read, trusts_code=trusts_code)
-    if kind in known:
+    if kind in known or (trusts_code and kind is SimpleNamespace):
         return kind, read(vars(piece))
+    if trusts_code and is_dataclass(kind):
+        # One with slots has no dictionary.
+        return kind, read(
+            {**getattr(piece, "__dict__", {}), **{it.name: getattr(piece, it.name) for it in fields(kind)}}
+        )
     if kind is partial and type(owner := getattr(piece.func, "__self__", None)) in known:
         return piece.func.__func__, read(owner)
     raise UnknownError(f"{kind.__name__} may read values that are not inputs of a graph")

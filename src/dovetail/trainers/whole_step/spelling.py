@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import dis
 import sys
 from abc import ABCMeta
@@ -144,11 +145,23 @@ class _Speller:
         self.parts.append(f"class {kind.__name__} {len(kind.__mro__)}")
         for base in kind.__mro__[1:]:
             self._class(base, is_made=is_made)
+        is_dataclass = "__dataclass_params__" in vars(kind)
+        if is_dataclass:
+            self._fields(kind)
         for name, value in vars(kind).items():
-            if name in _SKIPPED or name.startswith("__dataclass_") or (name == "__init__" and not is_made):
-                continue
-            self.parts.append(f"attribute {name}")
-            self._attribute(value)
+            is_skipped = name in _SKIPPED or (name == "__init__" and not is_made)
+            if not is_skipped and not (is_dataclass and _is_generated(name, value)):
+                self.parts.append(f"attribute {name}")
+                self._attribute(value)
+
+    def _fields(self, kind: Any) -> None:
+        """Append what determines the methods that `dataclass` has generated."""
+        self.parts.append(repr(kind.__dataclass_params__))
+        for each in dataclasses.fields(kind):
+            self.parts.append(f"field {each.name} {each.init} {each.compare} {each.kw_only}")
+            for value in (each.default, each.default_factory):
+                if value is not dataclasses.MISSING:
+                    self.value(value)
 
     def _attribute(self, value: Any) -> None:
         if isinstance(value, (staticmethod, classmethod)):
@@ -205,6 +218,13 @@ class _Speller:
             self.value(value)
 
 
+def _is_generated(name: str, value: Any) -> bool:
+    """Return whether `dataclass` has made a method from the fields of a class; its code has no file."""
+    if type(value) is not FunctionType or not name.startswith("__"):
+        return False
+    return value.__code__.co_filename == "<string>" or value.__globals__.get("__name__") in ("dataclasses", "reprlib")
+
+
 def _is_known(module: str) -> bool:
     """Return whether a module is fixed by its name, because the key of compiled code has its version."""
     return module.partition(".")[0] in _KNOWN or f"{module}.".startswith("dovetail.trainers.")
@@ -230,6 +250,14 @@ _SKIPPED = frozenset(
     {
         *("__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__annotate__"),
         *("__annotate_func__", "__annotations_cache__", "__firstlineno__", "__static_attributes__"),
-        *("__parameters__", "__orig_bases__", "__abstractmethods__", "_abc_impl", "_backward_cls"),
+        *(
+            "__dataclass_fields__",
+            "__dataclass_params__",
+            "__parameters__",
+            "__orig_bases__",
+            "__abstractmethods__",
+            "_abc_impl",
+            "_backward_cls",
+        ),
     }
 )

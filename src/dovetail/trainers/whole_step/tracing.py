@@ -237,11 +237,23 @@ def lift_constants(traced: GraphModule) -> list[Tensor]:
             raise CannotCompileError(f"the step uses a {type(value).__name__}, which is not an input of a graph")
         if value.requires_grad:
             raise CannotCompileError("the loss depends on a parameter that is not the model's")
+        if _is_literal(value) and all(user.target in _CREATED for user in node.users):
+            # Numbers of Python, which the step has put into a tensor: constants of the graph, like all such numbers.
+            continue
         if node.target not in found:
             found[node.target] = (_new_input(traced, node.target, node), value)
         node.replace_all_uses_with(found[node.target][0])
         traced.graph.erase_node(node)
     return [value for _, value in found.values()]
+
+
+# Copies that a trace makes of a tensor that the step creates from numbers, by `torch.tensor`.
+_CREATED = frozenset({torch.ops.aten.lift_fresh_copy.default})
+
+
+def _is_literal(value: Tensor) -> bool:
+    """Return whether Inductor writes a tensor into the code as numbers; others become a part of its file."""
+    return value.device.type == "cpu" and value.ndim <= 1 and 0 < value.numel() <= 8
 
 
 def lift_draws(traced: GraphModule) -> list[Callable[[], Tensor]]:
