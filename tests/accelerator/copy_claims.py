@@ -133,7 +133,7 @@ def images_on_the_device_become_channels_last_after_they_are_computed() -> None:
 
 
 class Graph:
-    """A batch of its own class, which is moved as a new object."""
+    """A batch of a user's class, which is moved as a new object."""
 
     def __init__(self, nodes: Tensor, labels: Tensor) -> None:
         self.nodes, self.labels = nodes, labels

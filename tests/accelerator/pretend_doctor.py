@@ -13,7 +13,7 @@ from dovetail.accelerator_checks import CHECKS, _memory, main
 if __name__ == "__main__":
     if os.environ.get("CRASH"):
         CHECKS["equal to the CPU"] = lambda device: os.abort()
-    # The CPU computes for the device, and nothing but tensors is in its memory.
+    # The CPU computes for the device, whose memory contains only tensors.
     CHECKS["memory"] = partial(_memory, rows=64)
     with PretendDevice():
         sys.exit(main())

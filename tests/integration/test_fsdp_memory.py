@@ -22,7 +22,7 @@ def test_models_on_the_host_or_without_data_train_with_the_same_bits(run_group: 
     for each in (first, second):
         assert each["offloaded"] == each["usual"]
         assert each["deferred, not tied"] == each["usual, not tied"]
-        # A shared weight is drawn by its first module only, so its numbers are others than those of a usual model.
+        # A shared weight is drawn by its first module only, so its numbers differ from the numbers of a usual model.
         assert each["deferred and offloaded"] == each["deferred"]
         assert each["is tied"]
     assert first["held"] + second["held"] == first["all"]

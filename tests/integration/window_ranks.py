@@ -231,7 +231,7 @@ class Rare(Net):
     uses_rare = True
 
 
-# Of all combinations, those that find a fault of their own.
+# The combinations that find a fault that no other one finds.
 _MANUAL: dict[str, dict[str, Any]] = {
     "kept": {"train_step": twice},
     "kept_in_turns": {"train_step": in_turns, "parts": TURNS},
