@@ -234,8 +234,14 @@ class DataParallel(Capability):
     def settle(self) -> None:
         """Exchange stop requests, so that all processes stop after the same update."""
         super().settle()
-        if self._group is not None and self.context.process.has_peers:
-            self._apply_stop_request(self._group.sum_with_events([], self._flags())[1])
+        group = self._group
+        if group is not None and self.context.process.has_peers:
+            # Everything that reads the model after the run reads it in the first process.
+            is_behind = self.context.process.is_main and self._turn.was_idle
+            *flags, has_old_buffers = group.sum_with_events([], [*self._flags(), is_behind])[1]
+            if has_old_buffers:
+                self._copy_buffers(group)
+            self._apply_stop_request(flags)
 
     # ------------------------------------------------------------------ once per pass
 
@@ -247,7 +253,7 @@ class DataParallel(Capability):
         if stage != "train":
             self._copy_buffers(group)
             return own
-        self._turn.own = inf
+        self._turn.own, self._turn.was_idle = inf, False
         if not self._turn.is_alike:
             # Not in `setup`, because strategies may prepare the inputs of an optimizer after it.
             copy_trained(group, context.model, context.optimizers)
@@ -333,7 +339,7 @@ class DataParallel(Capability):
         context, turn = self.context, self._turn
         notes = context.run.batch
         if context.progress.batch >= turn.own:
-            notes.num_samples, notes.num_tokens, notes.is_idle = 0, 0, False
+            notes.num_samples, notes.num_tokens, notes.is_idle, turn.was_idle = 0, 0, False, True
             if turn.before is not None:
                 turn.before.restore()
         if not context.run.window.closes:
@@ -419,9 +425,13 @@ class DataParallel(Capability):
         return [it for it in (self.context.model, self.criterion) if isinstance(it, nn.Module)]
 
     def _copy_buffers(self, group: Group) -> None:
-        with torch.no_grad():
-            for module in self._modules():
-                group.copy_first(map(own_part, module.buffers()))
+        """Copy the buffers of the first process that had a batch in the last step: they count the most batches."""
+        buffers = [own_part(it) for module in self._modules() for it in module.buffers()]
+        if buffers:
+            are_idle = [each["idle"] for each in group.everyone.exchange({"idle": self._turn.was_idle})]
+            with torch.no_grad():
+                group.copy_from(are_idle.index(False), buffers)
+        self._turn.was_idle = False
 
     def _average(self, group: Group, optimizer: Optimizer) -> None:
         """Average an optimizer's gradients over all processes; counts and stop flags are sent in the same message."""
