@@ -624,18 +624,19 @@ def shuffled_by_torch(folder: Path) -> Any:
 
 
 class Uneven(DistributedSampler[Any]):
-    """Gives one process its first two batches of four samples only; there is no such process in a group of one."""
+    """Gives one process its first samples only, or none; there is no such process in a group of one."""
 
-    def __init__(self, dataset: Any, short: int) -> None:
+    def __init__(self, dataset: Any, short: int, size: int = 8) -> None:
         super().__init__(dataset, num_replicas=world(), rank=rank(), shuffle=False)
         self.is_short = rank() == short and world() > 1
+        self.size = size
 
     def __iter__(self) -> Iterator[Any]:
         numbers = list(super().__iter__())
-        return iter(numbers[:8] if self.is_short else numbers)
+        return iter(numbers[: self.size] if self.is_short else numbers)
 
     def __len__(self) -> int:
-        return 8 if self.is_short else super().__len__()
+        return self.size if self.is_short else super().__len__()
 
 
 class UnevenWithoutLength(Uneven):
@@ -717,6 +718,15 @@ def buffers_of_a_first_process_without_batches(folder: Path) -> Any:
         trainer.fit(DataLoader(dataset, batch_size=4, sampler=UnevenWithoutLength(dataset, short=0)), **arguments)
         found[name] = calls.found
     return found
+
+
+@case
+def first_process_without_data(folder: Path) -> Any:
+    dataset = TensorDataset(*data(48))
+    trainer = layer(Trainer(counting_model(), "cpu", **SETTINGS))
+    sampler = UnevenWithoutLength(dataset, short=0, size=0)
+    trainer.fit(DataLoader(dataset, batch_size=4, sampler=sampler), max_length=Epochs(1))
+    return {"records": trainer.context.progress.records, "calls": float(trainer.model[0].calls)}
 
 
 @case

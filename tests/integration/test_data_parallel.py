@@ -201,6 +201,12 @@ def test_buffers_are_copied_from_a_process_that_had_a_batch(results: Results, si
 
 
 @sizes
+def test_all_batches_are_used_if_the_first_process_has_none(results: Results, size: int) -> None:
+    for each in results[size]:
+        assert each["first_process_without_data"] == {"records": 48 - 48 // size, "calls": 12 // size}
+
+
+@sizes
 def test_an_optimizer_with_a_closure_is_rejected(results: Results, size: int) -> None:
     assert results[1][0]["closures"] is None
     for each in results[size]:

@@ -376,11 +376,13 @@ class DataParallel(Capability):
         knows_total = total is not None and total == turn.agreed and total - step > 1
         if not knows_total:
             all_ranks = group.exchange({"has": batch is not _END, "total": total})
-            if not all_ranks[0]["has"]:
+            have = [each["has"] for each in all_ranks]
+            if not any(have):
                 return
-            if not all(each["has"] for each in all_ranks):
-                # Fewer batches than processes: a process without one computes with the first process's batch.
-                lent = group.exchange({"batch": batch if group.rank == 0 else None})[0]["batch"]
+            if not all(have):
+                # Fewer batches than processes: a process without one computes with another one's batch.
+                lender = have.index(True)
+                lent = group.exchange({"batch": batch if group.rank == lender else None})[lender]["batch"]
                 if batch is _END:
                     turn.own, batch = step, lent
             knows_total = total is not None and all(each["total"] == total for each in all_ranks)
