@@ -194,6 +194,8 @@ class ShardedDataParallel(DataParallel):
             super().backward(loss, **kwargs)
             return
         if self._mesh is not None:
+            if kwargs.get("inputs") is not None:
+                kwargs["inputs"] = _without_parts(kwargs["inputs"])
             self._set_aside()
             window = context.run.window
             if window.size > 1:
@@ -484,6 +486,17 @@ def _mesh_of(model: nn.Module) -> DeviceMesh:
     divided: Any = next(filter(is_part, model.parameters()))
     mesh: DeviceMesh = divided.device_mesh
     return mesh
+
+
+def _without_parts(inputs: Any) -> tuple[Any, ...]:
+    """Return the inputs of a backward pass as a tuple; raise if one of them is a part of a parameter."""
+    chosen = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    if any(map(is_part, chosen)):
+        raise ConfigError(
+            "inputs: a sharded parameter is not in the graph of a loss, so it would get no gradient; leave out "
+            "inputs=…, and freeze the other parameters with requires_grad_(False) before the model is called"
+        )
+    return chosen
 
 
 def _is_empty(value: Any) -> bool:
