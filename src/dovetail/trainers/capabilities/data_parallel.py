@@ -25,7 +25,7 @@ from dovetail.trainers.capabilities.auto_batch import AutoBatch
 from dovetail.trainers.capabilities.compression import Compression, as_compression
 from dovetail.trainers.capabilities.core import Capability
 from dovetail.trainers.capabilities.exchanges import Exchanges
-from dovetail.trainers.capabilities.idle import IdleBatch, IdleWindow
+from dovetail.trainers.capabilities.idle import IdleBatch, IdleWindow, any_has_batch
 from dovetail.trainers.capabilities.metric_groups import MetricGroups
 from dovetail.trainers.capabilities.outside import copy_criterion, copy_trained
 from dovetail.trainers.capabilities.step_state import StepState
@@ -395,7 +395,7 @@ class DataParallel(Capability):
                 turn.own = min(turn.own, step)
             else:
                 batch = fresh
-            if step == total if knows_total else not _any(group, fresh is not _END):
+            if step == total if knows_total else not any_has_batch(group, fresh is not _END):
                 return
 
     def _data_group(self, group: Group) -> Group:
@@ -502,12 +502,6 @@ class DataParallel(Capability):
 
 
 _NO_STOP_REQUEST = (0.0, 0.0, 0.0)
-
-
-def _any(group: Group, holds: bool) -> bool:
-    count = torch.tensor([holds], dtype=torch.float32)
-    group.sum(count)
-    return bool(count.item())
 
 
 _END = object()

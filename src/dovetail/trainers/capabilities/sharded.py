@@ -19,7 +19,7 @@ from dovetail.trainers.capabilities.deferred import initialize, is_deferred
 from dovetail.trainers.capabilities.meshes import check_mesh, check_same_mesh, mesh_sizes, show_mesh
 from dovetail.trainers.capabilities.part_holders import PartHolders
 from dovetail.trainers.capabilities.tensor_parallel import LocalWeights, Parallelize, check_plan, parallelize
-from dovetail.trainers.capabilities.trainable import check_gradients
+from dovetail.trainers.capabilities.trainable import check_gradients, without_parts
 from dovetail.trainers.context import Stage
 from dovetail.trainers.counts import put, whole_number
 from dovetail.trainers.fitting import restoring
@@ -195,7 +195,7 @@ class ShardedDataParallel(DataParallel):
             return
         if self._mesh is not None:
             if kwargs.get("inputs") is not None:
-                kwargs["inputs"] = _without_parts(kwargs["inputs"])
+                kwargs["inputs"] = without_parts(kwargs["inputs"])
             self._set_aside()
             window = context.run.window
             if window.size > 1:
@@ -486,17 +486,6 @@ def _mesh_of(model: nn.Module) -> DeviceMesh:
     divided: Any = next(filter(is_part, model.parameters()))
     mesh: DeviceMesh = divided.device_mesh
     return mesh
-
-
-def _without_parts(inputs: Any) -> tuple[Any, ...]:
-    """Return the inputs of a backward pass as a tuple; raise if one of them is a part of a parameter."""
-    chosen = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    if any(map(is_part, chosen)):
-        raise ConfigError(
-            "inputs: a sharded parameter is not in the graph of a loss, so it would get no gradient; leave out "
-            "inputs=…, and freeze the other parameters with requires_grad_(False) before the model is called"
-        )
-    return chosen
 
 
 def _is_empty(value: Any) -> bool:
