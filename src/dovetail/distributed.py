@@ -226,8 +226,12 @@ class Group:
 
     def copy_first(self, tensors: Iterable[Tensor]) -> None:
         """Replace tensors by the tensors of the first process."""
+        self.copy_from(0, tensors)
+
+    def copy_from(self, rank: int, tensors: Iterable[Tensor]) -> None:
+        """Replace tensors by the tensors of one process, by its rank among all processes of the run."""
         for tensor in tensors:
-            self._together(lambda tensor=tensor: dist.broadcast(tensor, 0, self.connections))  # type: ignore[misc]  # bound per tensor
+            self._together(lambda tensor=tensor: dist.broadcast(tensor, rank, self.connections))  # type: ignore[misc]  # bound per tensor
 
     def exchange(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the messages of all processes, in the order of the ranks."""

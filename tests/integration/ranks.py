@@ -624,14 +624,26 @@ def shuffled_by_torch(folder: Path) -> Any:
 
 
 class Uneven(DistributedSampler[Any]):
-    """Gives the first process its first two batches of four samples only."""
+    """Gives one process its first samples only, or none; there is no such process in a group of one."""
+
+    def __init__(self, dataset: Any, short: int, size: int = 8) -> None:
+        super().__init__(dataset, num_replicas=world(), rank=rank(), shuffle=False)
+        self.is_short = rank() == short and world() > 1
+        self.size = size
 
     def __iter__(self) -> Iterator[Any]:
         numbers = list(super().__iter__())
-        return iter(numbers[:8] if rank() == 0 < world() - 1 else numbers)
+        return iter(numbers[: self.size] if self.is_short else numbers)
 
     def __len__(self) -> int:
-        return 8 if rank() == 0 < world() - 1 else super().__len__()
+        return self.size if self.is_short else super().__len__()
+
+
+class UnevenWithoutLength(Uneven):
+    """As a stream: all processes find out after each batch whether any of them has another one."""
+
+    def __len__(self) -> int:
+        raise TypeError
 
 
 class Counts(nn.Module):
@@ -649,14 +661,18 @@ class Counts(nn.Module):
         return inputs
 
 
+def counting_model() -> nn.Module:
+    torch.manual_seed(7)
+    return nn.Sequential(Counts(), nn.BatchNorm1d(5, momentum=None), nn.Linear(5, 2)).double()
+
+
 @case
 def buffers_of_idle_batches(folder: Path) -> Any:
     """Buffers of the model and of the loss, and the mean over the samples of this process."""
     inputs, targets = data(48)
     dataset = TensorDataset(inputs, targets)
-    sampler: Any = Uneven(dataset, num_replicas=world(), rank=rank(), shuffle=False)
-    torch.manual_seed(7)
-    module = nn.Sequential(Counts(), nn.BatchNorm1d(5, momentum=None), nn.Linear(5, 2)).double()
+    sampler: Any = Uneven(dataset, short=world() - 1)
+    module: Any = counting_model()
     criterion = CountingLoss()
     trainer = layer(Trainer(module, "cpu", criterion=criterion, **SETTINGS))
     trainer.fit(DataLoader(dataset, batch_size=4, sampler=sampler), max_length=Epochs(2))
@@ -668,6 +684,49 @@ def buffers_of_idle_batches(folder: Path) -> Any:
         "mean": own.tolist(),
         "means": [(counts.total / counts.calls / 4).tolist(), norm.running_mean.tolist()],
     }
+
+
+class Calls(Callback):
+    """The calls that buffers of the model count, at the start of each validation and at the end of the run."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def _note(self, context: Any) -> None:
+        self.found.append(float(context.model[0].calls))
+
+    def on_test_step_end(self, context: Any, output: Any) -> None:
+        self._note(context)
+
+    def on_train_end(self, context: Any) -> None:
+        self._note(context)
+
+
+@case
+def buffers_of_a_first_process_without_batches(folder: Path) -> Any:
+    """The calls that the buffers of each process count if the first one has only two batches."""
+    dataset = TensorDataset(*data(48))
+    found = {}
+    runs: dict[str, Any] = {
+        "at the end": {"max_length": Epochs(1)},
+        "after a stop": {"max_length": Batches(4)},
+        "validated": {"max_length": Epochs(1), "val_data": data(2), "validation_period": Batches(3)},
+    }
+    for name, arguments in runs.items():
+        calls = Calls()
+        trainer = layer(Trainer(counting_model(), "cpu", callbacks=[calls], **SETTINGS))
+        trainer.fit(DataLoader(dataset, batch_size=4, sampler=UnevenWithoutLength(dataset, short=0)), **arguments)
+        found[name] = calls.found
+    return found
+
+
+@case
+def first_process_without_data(folder: Path) -> Any:
+    dataset = TensorDataset(*data(48))
+    trainer = layer(Trainer(counting_model(), "cpu", **SETTINGS))
+    sampler = UnevenWithoutLength(dataset, short=0, size=0)
+    trainer.fit(DataLoader(dataset, batch_size=4, sampler=sampler), max_length=Epochs(1))
+    return {"records": trainer.context.progress.records, "calls": float(trainer.model[0].calls)}
 
 
 @case

@@ -281,6 +281,22 @@ def gradients_that_are_averaged_twice(folder: Path) -> Any:
     ]
 
 
+@case
+def inputs_of_a_backward_pass(folder: Path) -> Any:
+    def train_step(trainer: Any, batch: Any) -> dict[str, Any]:
+        loss = nn.functional.cross_entropy(trainer.model(batch[0]), batch[1])
+        trainer.context.backward(loss, inputs=list(trainer.model.head.parameters()))
+        trainer.context.step()
+        return {"loss": loss.detach()}
+
+    trainer = layer(Trainer(model(), "cpu", batch_size=4, train_step=train_step, verbose=False))
+    try:
+        trainer.fit(data(48), max_length=Epochs(1))
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
 class Scaled(nn.Module):
     """A criterion with weights, which every process holds as a whole."""
 

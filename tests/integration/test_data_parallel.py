@@ -179,11 +179,31 @@ def test_a_distributed_sampler_is_kept(results: Results, size: int) -> None:
 @sizes
 def test_batches_with_weight_zero_change_no_buffer(results: Results, size: int) -> None:
     found = [each["buffers_of_idle_batches"] for each in (*results[1], *results[size])]
-    # The first process has two batches in each of two epochs.
-    assert found[1]["batches"] == 4
+    # The last process has two batches in each of two epochs.
+    assert found[-1]["batches"] == 4
     for each in found:
         assert each["calls"] == [each["batches"]] * 3
         assert each["means"] == [nearly(each["mean"], 1e-12)] * 2
+
+
+@sizes
+def test_buffers_are_copied_from_a_process_that_had_a_batch(results: Results, size: int) -> None:
+    """The others have four or six batches in the epoch, of which the first process has two."""
+    last = 12 // size
+    for each in results[size]:
+        found = each["buffers_of_a_first_process_without_batches"]
+        assert found["at the end"] == [last]
+        assert found["after a stop"] == [4]
+        # Only processes with a batch of the validation note it, after each third batch and at the end.
+        assert set(found["validated"]) <= {3, last}
+        assert found["validated"][-1] == last
+    assert 3 in results[size][0]["buffers_of_a_first_process_without_batches"]["validated"]
+
+
+@sizes
+def test_all_batches_are_used_if_the_first_process_has_none(results: Results, size: int) -> None:
+    for each in results[size]:
+        assert each["first_process_without_data"] == {"records": 48 - 48 // size, "calls": 12 // size}
 
 
 @sizes

@@ -73,6 +73,13 @@ def test_recomputed_blocks_give_the_bits_of_a_sharded_run_without_them(results: 
 
 
 @sizes
+def test_inputs_of_a_backward_pass_are_rejected(results: Results, size: int) -> None:
+    assert results[1][0]["inputs_of_a_backward_pass"] is None
+    for each in results[size]:
+        assert each["inputs_of_a_backward_pass"].startswith("inputs: a sharded parameter is not in the graph")
+
+
+@sizes
 def test_a_loss_is_weighted_by_its_items(results: Results, size: int) -> None:
     for each in results[size]:
         assert each["counted_items"]["weights"] == nearly(results[1][0]["counted_items"]["weights"], 1e-12)

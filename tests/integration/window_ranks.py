@@ -231,7 +231,7 @@ class Rare(Net):
     uses_rare = True
 
 
-# The combinations that find a fault that no other one finds.
+# Not all combinations, because each run takes time.
 _MANUAL: dict[str, dict[str, Any]] = {
     "kept": {"train_step": twice},
     "kept_in_turns": {"train_step": in_turns, "parts": TURNS},

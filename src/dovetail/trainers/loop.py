@@ -173,6 +173,7 @@ def run_epoch(trainer: Trainer, plan: Plan) -> None:
     means = trainer.train_epoch() or {}
     # The epoch is not complete: it is neither counted nor recorded, and a later `fit` continues it.
     if context.run.interrupted:
+        trainer.settle()
         return
     if context.process.has_peers and trainer._customized_by("train_epoch"):
         means = _of_first_process(trainer, means)

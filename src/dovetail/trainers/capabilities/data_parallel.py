@@ -25,7 +25,7 @@ from dovetail.trainers.capabilities.auto_batch import AutoBatch
 from dovetail.trainers.capabilities.compression import Compression, as_compression
 from dovetail.trainers.capabilities.core import Capability
 from dovetail.trainers.capabilities.exchanges import Exchanges
-from dovetail.trainers.capabilities.idle import IdleBatch, IdleWindow
+from dovetail.trainers.capabilities.idle import IdleBatch, IdleWindow, any_has_batch
 from dovetail.trainers.capabilities.metric_groups import MetricGroups
 from dovetail.trainers.capabilities.outside import copy_criterion, copy_trained
 from dovetail.trainers.capabilities.step_state import StepState
@@ -234,8 +234,14 @@ class DataParallel(Capability):
     def settle(self) -> None:
         """Exchange stop requests, so that all processes stop after the same update."""
         super().settle()
-        if self._group is not None and self.context.process.has_peers:
-            self._apply_stop_request(self._group.sum_with_events([], self._flags())[1])
+        group = self._group
+        if group is not None and self.context.process.has_peers:
+            # Everything that reads the model after the run reads it in the first process.
+            is_behind = self.context.process.is_main and self._turn.was_idle
+            *flags, has_old_buffers = group.sum_with_events([], [*self._flags(), is_behind])[1]
+            if has_old_buffers:
+                self._copy_buffers(group)
+            self._apply_stop_request(flags)
 
     # ------------------------------------------------------------------ once per pass
 
@@ -247,7 +253,7 @@ class DataParallel(Capability):
         if stage != "train":
             self._copy_buffers(group)
             return own
-        self._turn.own = inf
+        self._turn.own, self._turn.was_idle = inf, False
         if not self._turn.is_alike:
             # Not in `setup`, because strategies may prepare the inputs of an optimizer after it.
             copy_trained(group, context.model, context.optimizers)
@@ -333,7 +339,7 @@ class DataParallel(Capability):
         context, turn = self.context, self._turn
         notes = context.run.batch
         if context.progress.batch >= turn.own:
-            notes.num_samples, notes.num_tokens, notes.is_idle = 0, 0, False
+            notes.num_samples, notes.num_tokens, notes.is_idle, turn.was_idle = 0, 0, False, True
             if turn.before is not None:
                 turn.before.restore()
         if not context.run.window.closes:
@@ -370,11 +376,13 @@ class DataParallel(Capability):
         knows_total = total is not None and total == turn.agreed and total - step > 1
         if not knows_total:
             all_ranks = group.exchange({"has": batch is not _END, "total": total})
-            if not all_ranks[0]["has"]:
+            have = [each["has"] for each in all_ranks]
+            if not any(have):
                 return
-            if not all(each["has"] for each in all_ranks):
-                # Fewer batches than processes: a process without one computes with the first process's batch.
-                lent = group.exchange({"batch": batch if group.rank == 0 else None})[0]["batch"]
+            if not all(have):
+                # Fewer batches than processes: a process without one computes with another one's batch.
+                lender = have.index(True)
+                lent = group.exchange({"batch": batch if group.rank == lender else None})[lender]["batch"]
                 if batch is _END:
                     turn.own, batch = step, lent
             knows_total = total is not None and all(each["total"] == total for each in all_ranks)
@@ -387,7 +395,7 @@ class DataParallel(Capability):
                 turn.own = min(turn.own, step)
             else:
                 batch = fresh
-            if step == total if knows_total else not _any(group, fresh is not _END):
+            if step == total if knows_total else not any_has_batch(group, fresh is not _END):
                 return
 
     def _data_group(self, group: Group) -> Group:
@@ -419,9 +427,13 @@ class DataParallel(Capability):
         return [it for it in (self.context.model, self.criterion) if isinstance(it, nn.Module)]
 
     def _copy_buffers(self, group: Group) -> None:
-        with torch.no_grad():
-            for module in self._modules():
-                group.copy_first(map(own_part, module.buffers()))
+        """Copy the buffers of the first process that had a batch in the last step: they count the most batches."""
+        buffers = [own_part(it) for module in self._modules() for it in module.buffers()]
+        if buffers:
+            are_idle = [each["idle"] for each in group.everyone.exchange({"idle": self._turn.was_idle})]
+            with torch.no_grad():
+                group.copy_from(are_idle.index(False), buffers)
+        self._turn.was_idle = False
 
     def _average(self, group: Group, optimizer: Optimizer) -> None:
         """Average an optimizer's gradients over all processes; counts and stop flags are sent in the same message."""
@@ -490,12 +502,6 @@ class DataParallel(Capability):
 
 
 _NO_STOP_REQUEST = (0.0, 0.0, 0.0)
-
-
-def _any(group: Group, holds: bool) -> bool:
-    count = torch.tensor([holds], dtype=torch.float32)
-    group.sum(count)
-    return bool(count.item())
 
 
 _END = object()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dovetail.distributed import own_part
+from dovetail.distributed import Group, own_part
 from dovetail.trainers.randomness import rng_state, set_rng_state
 from dovetail.trainers.window import Window
 
@@ -90,3 +90,10 @@ class IdleWindow:
                     # Otherwise momentum and weight decay would move a parameter that no real batch used.
                     parameter.grad = None
                 self._unused.discard(parameter)
+
+
+def any_has_batch(group: Group, has_batch: bool) -> bool:
+    """Return whether any process has a batch for the next step. A collective call."""
+    count = torch.tensor([has_batch], dtype=torch.float32)
+    group.sum(count)
+    return bool(count.item())

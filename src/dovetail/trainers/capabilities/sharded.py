@@ -19,7 +19,7 @@ from dovetail.trainers.capabilities.deferred import initialize, is_deferred
 from dovetail.trainers.capabilities.meshes import check_mesh, check_same_mesh, mesh_sizes, show_mesh
 from dovetail.trainers.capabilities.part_holders import PartHolders
 from dovetail.trainers.capabilities.tensor_parallel import LocalWeights, Parallelize, check_plan, parallelize
-from dovetail.trainers.capabilities.trainable import check_gradients
+from dovetail.trainers.capabilities.trainable import check_gradients, without_parts
 from dovetail.trainers.context import Stage
 from dovetail.trainers.counts import put, whole_number
 from dovetail.trainers.fitting import restoring
@@ -194,6 +194,8 @@ class ShardedDataParallel(DataParallel):
             super().backward(loss, **kwargs)
             return
         if self._mesh is not None:
+            if kwargs.get("inputs") is not None:
+                kwargs["inputs"] = without_parts(kwargs["inputs"])
             self._set_aside()
             window = context.run.window
             if window.size > 1:

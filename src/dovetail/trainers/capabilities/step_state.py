@@ -11,7 +11,7 @@ from dovetail.trainers.capabilities.idle import IdleBatch, IdleWindow
 class StepState:
     """State of this process in the running step."""
 
-    __slots__ = ("agreed", "before", "extras", "idle", "is_alike", "is_empty", "own", "samples", "tokens")
+    __slots__ = ("agreed", "before", "extras", "idle", "is_alike", "is_empty", "own", "samples", "tokens", "was_idle")
 
     def __init__(self) -> None:
         # True if parameters outside of the model were copied from the first process.
@@ -30,5 +30,7 @@ class StepState:
         self.is_empty = False
         # The RNG state and the buffers before an idle batch.
         self.before: IdleBatch | None = None
+        # True if the last batch of the epoch was idle, and the buffers were not copied since.
+        self.was_idle = False
         # Sums of the numbers that were sent with the first gradients of the running step.
         self.extras: list[Any] | None = None

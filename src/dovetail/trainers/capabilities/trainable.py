@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from itertools import chain
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from dovetail.distributed import is_part
 from dovetail.errors import ConfigError
 
 
@@ -40,3 +42,14 @@ def check_gradients(model: nn.Module) -> None:
 
 def _shown(name: str, module: nn.Module) -> str:
     return f"module {name!r} ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
+
+
+def without_parts(inputs: Any) -> tuple[Any, ...]:
+    """Return the inputs of a backward pass as a tuple; raise if one of them is a part of a parameter."""
+    chosen = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    if any(map(is_part, chosen)):
+        raise ConfigError(
+            "inputs: a sharded parameter is not in the graph of a loss, so it would get no gradient; leave out "
+            "inputs=…, and freeze the other parameters with requires_grad_(False) before the model is called"
+        )
+    return chosen
