@@ -25,7 +25,7 @@ from dovetail.checkpoint import CheckpointWarning
 from dovetail.compat import zae_engine
 from dovetail.distributed import PeerError
 from dovetail.distributed import whole as whole_tensor
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, DataError
 from dovetail.trainers import (
     AMPTrainer,
     AutoBatchTrainer,
@@ -747,6 +747,25 @@ def closures(folder: Path) -> Any:
     except ConfigError as error:
         return str(error)
     return None
+
+
+@case
+def unequal_lengths(folder: Path) -> Any:
+    """The messages about data of each process with another length, by the part of the run that needs the length."""
+    runs: dict[str, tuple[dict[str, Any], Any]] = {
+        "plain": ({}, Epochs(1)),
+        "window": ({"accumulation_steps": 2}, Epochs(1)),
+        "period": ({}, Batches(3)),
+        "schedule": ({"lr_scheduler": "cosine"}, Epochs(1)),
+    }
+    found = {}
+    for name, (settings, length) in runs.items():
+        trainer = layer(Trainer(model(), "cpu", batch_size=4, verbose=False, **settings))
+        try:
+            trainer.fit(data(24 + 12 * rank()), max_length=length)
+        except DataError as error:
+            found[name] = str(error)
+    return found
 
 
 def words() -> tuple[Tensor, Tensor]:

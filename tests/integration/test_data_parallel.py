@@ -214,6 +214,24 @@ def test_an_optimizer_with_a_closure_is_rejected(results: Results, size: int) ->
 
 
 @sizes
+def test_data_of_different_lengths_are_rejected_if_the_length_counts(results: Results, size: int) -> None:
+    assert results[1][0]["unequal_lengths"] == {}
+    # Each process takes its part of what it was given.
+    lengths = ["3 in rank 0", "5 in rank 1"] if size == 2 else ["2 in rank 0", "3 in rank 1", "4 in rank 2"]
+    causes = {
+        "window": "gradient accumulation",
+        "period": "a length or a period that is not in epochs",
+        "schedule": "a schedule over the run",
+    }
+    for each in results[size]:
+        found = each["unequal_lengths"]
+        assert found.keys() == causes.keys()
+        for name, cause in causes.items():
+            start = f"{cause} needs training data with as many batches in every process, got {' and '.join(lengths)};"
+            assert found[name].startswith(start)
+
+
+@sizes
 def test_models_that_several_processes_cannot_train_are_rejected(results: Results, size: int) -> None:
     assert results[1][0]["impossible_models"] == {}
     for each in results[size]:

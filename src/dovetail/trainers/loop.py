@@ -223,7 +223,7 @@ def train_epoch(context: TrainingContext) -> dict[str, float]:
     # A window never spans two epochs, and a window that an error interrupted is not continued.
     window.closes = True
     # Periods in whole epochs are checked by `run_epoch`. If there are no others, a batch skips these checks.
-    acts_inside = not {type(unit) for unit in (plan.max_length, plan.validate, plan.save)} <= {Epochs, type(None)}
+    acts_inside = plan.acts_inside
     until_report, report_by = plan.report, monotonic() + _SLOWEST_REPORT
     is_first = True
 

@@ -15,7 +15,7 @@ from dovetail.data import Share
 from dovetail.errors import ConfigError
 from dovetail.trainers.metrics import Meter, Metric
 from dovetail.trainers.window import Window
-from dovetail.units import Progress, TrainUnit
+from dovetail.units import Epochs, Progress, TrainUnit
 
 if TYPE_CHECKING:
     from dovetail.checkpoint.shards import RunPeers
@@ -70,6 +70,11 @@ class Plan:
     save: TrainUnit | None = None
     report: int = 10
     validates_first: bool = False
+
+    @property
+    def acts_inside(self) -> bool:
+        """True if the length or a period may end inside an epoch, because it is not in epochs."""
+        return not {type(unit) for unit in (self.max_length, self.validate, self.save)} <= {Epochs, type(None)}
 
 
 @dataclass

@@ -25,7 +25,7 @@ from dovetail.trainers.capabilities.auto_batch import AutoBatch
 from dovetail.trainers.capabilities.compression import Compression, as_compression
 from dovetail.trainers.capabilities.core import Capability
 from dovetail.trainers.capabilities.exchanges import Exchanges
-from dovetail.trainers.capabilities.idle import IdleBatch, IdleWindow, any_has_batch
+from dovetail.trainers.capabilities.idle import IdleBatch, IdleWindow, any_has_batch, check_lengths
 from dovetail.trainers.capabilities.metric_groups import MetricGroups
 from dovetail.trainers.capabilities.outside import copy_criterion, copy_trained
 from dovetail.trainers.capabilities.step_state import StepState
@@ -376,6 +376,7 @@ class DataParallel(Capability):
         knows_total = total is not None and total == turn.agreed and total - step > 1
         if not knows_total:
             all_ranks = group.exchange({"has": batch is not _END, "total": total})
+            check_lengths(self.context, [each["total"] for each in all_ranks])
             have = [each["has"] for each in all_ranks]
             if not any(have):
                 return

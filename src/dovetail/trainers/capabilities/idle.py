@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dovetail.distributed import Group, own_part
+from dovetail.errors import DataError
+from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.randomness import rng_state, set_rng_state
+from dovetail.trainers.schedules.whole_run import RunScheduleLR
 from dovetail.trainers.window import Window
 
 
@@ -97,3 +100,27 @@ def any_has_batch(group: Group, has_batch: bool) -> bool:
     count = torch.tensor([has_batch], dtype=torch.float32)
     group.sum(count)
     return bool(count.item())
+
+
+def check_lengths(context: TrainingContext, lengths: Sequence[int | None]) -> None:
+    """Raise in every process if their training data have different lengths and the run depends on the length.
+
+    Windows, periods and schedules would end at other batches in each process: the processes would wait for each other
+    forever, or train with different rates.
+    """
+    if len(set(lengths)) == 1:
+        return
+    plan = context.run.plan
+    causes = {
+        "gradient accumulation": context.run.window.size > 1,
+        "a length or a period that is not in epochs": plan is not None and plan.acts_inside,
+        "a schedule over the run": any(isinstance(it.scheduler, RunScheduleLR) for it in context.schedulers),
+    }
+    for cause in (cause for cause, is_there in causes.items() if is_there):
+        found = " and ".join(
+            f"{'an unknown number' if length is None else length} in rank {rank}" for rank, length in enumerate(lengths)
+        )
+        raise DataError(
+            f"{cause} needs training data with as many batches in every process, got {found}; give every process the "
+            "same data, which the trainer divides, or a loader without a length"
+        )
