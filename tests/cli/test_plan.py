@@ -42,8 +42,8 @@ def test_the_first_fit_of_a_script_is_planned_and_the_script_ends(run: Any, scri
     plan = json.loads(printed)
     assert code == 0
     assert (plan["num_processes"], plan["strategy"], plan["fits"]) == (8, "data parallel", True)
-    # The gradients, a flag for each of 2 parameters, 7 counts and the weight of the process.
-    assert plan["collectives"] == {"all_reduce": 4 * (10_010 + 2 + 7 + 1)}
+    # The gradients, a flag for each of 2 parameters, 8 counts and the weight of the process.
+    assert plan["collectives"] == {"all_reduce": 4 * (10_010 + 2 + 8 + 1)}
     assert plan["kinds"]["parameters"] == 4 * 10_010
     assert plan["peak"] == sum(plan["kinds"].values())
     assert "started with ['--lr', '3']" in errors

@@ -121,9 +121,9 @@ def test_processes_exchange_the_bytes_of_gradients_or_of_blocks() -> None:
     trainer, data = build()
     size = bytes_of(trainer.model.parameters())
     parallel = plan_memory(DDPTrainer(trainer), data, num_processes=8)
-    # Besides the gradients: a flag for each of 6 parameters, 7 counts and the weight of the process.
-    assert parallel.collectives == {"all_reduce": size + 4 * (6 + 7 + 1)}
-    assert parallel.kinds["buckets"] == size + 4 * (6 + 7 + 1)
+    # Besides the gradients: a flag for each of 6 parameters, 8 counts and the weight of the process.
+    assert parallel.collectives == {"all_reduce": size + 4 * (6 + 8 + 1)}
+    assert parallel.kinds["buckets"] == size + 4 * (6 + 8 + 1)
 
     sharded = plan_memory(FSDPTrainer(build()[0], num_processes=4), data)
     assert sharded.num_processes == 4
@@ -229,10 +229,10 @@ def test_compressed_gradients_are_planned_as_buckets(compression: Any, name: str
     trainer, data = build()
     plan = plan_memory(DDPTrainer(trainer, compression=compression), data, num_processes=2)
     number = sum(it.numel() for it in mlp().parameters())
-    # Six flags of gradients, seven counts and the weight.
-    gradients = 4 * (number + 14)
+    # Six flags of gradients, eight counts and the weight.
+    gradients = 4 * (number + 15)
     if name is None:
-        assert plan.collectives == {"all_reduce": 2 * number + 4 * 14}
+        assert plan.collectives == {"all_reduce": 2 * number + 4 * 15}
         assert plan.kinds["buckets"] == gradients + 2 * number
         assert plan.notes == ()
     else:
