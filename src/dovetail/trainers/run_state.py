@@ -74,7 +74,8 @@ class Plan:
     @property
     def acts_inside(self) -> bool:
         """True if the length or a period may end inside an epoch, because it is not in epochs."""
-        return not {type(unit) for unit in (self.max_length, self.validate, self.save)} <= {Epochs, type(None)}
+        # Without a comprehension, which is a further call: each epoch of each client of a federation reads this.
+        return not {type(self.max_length), type(self.validate), type(self.save)} <= _WHOLE_EPOCHS
 
 
 @dataclass
@@ -268,3 +269,6 @@ class ProcessState:
     peers: RunPeers | None = None
     has_peers: bool = False
     stays_here: bool = False
+
+
+_WHOLE_EPOCHS = frozenset({Epochs, type(None)})
