@@ -729,6 +729,23 @@ def first_process_without_data(folder: Path) -> Any:
     return {"records": trainer.context.progress.records, "calls": float(trainer.model[0].calls)}
 
 
+class ShortSecondEpoch(Uneven):
+    """Gives the first process fewer batches in the second epoch only."""
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        self.is_short = rank() == 0 and world() > 1 and epoch == 1
+
+
+@case
+def lengths_that_change(folder: Path) -> Any:
+    dataset = TensorDataset(*data(48))
+    trainer = layer(Trainer(model(), "cpu", **SETTINGS))
+    loader = DataLoader(dataset, batch_size=4, sampler=ShortSecondEpoch(dataset, short=-1))
+    trainer.fit(loader, max_length=Epochs(3))
+    return trainer.context.progress.state_dict()
+
+
 @case
 def distributed_sampler(folder: Path) -> Any:
     dataset = TensorDataset(*data(28))
@@ -832,6 +849,15 @@ def stop(folder: Path) -> Any:
         trainer.fit(data(48), max_length=Epochs(4))
         found.append([trainer.context.run.stop_reason, trainer.context.progress.state_dict()])
     return found
+
+
+@case
+def stop_at_the_end_of_one_process(folder: Path) -> Any:
+    """The request arrives in the fourth step, which is the last one of the first process."""
+    dataset = TensorDataset(*data(60))
+    trainer = layer(Trainer(model(), "cpu", **{**SETTINGS, "callbacks": [StopsAlone("step")]}))
+    trainer.fit(DataLoader(dataset, batch_size=4, sampler=Uneven(dataset, short=0, size=16)), max_length=Epochs(2))
+    return trainer.context.progress.state_dict()
 
 
 @case

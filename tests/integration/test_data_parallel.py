@@ -232,6 +232,13 @@ def test_data_of_different_lengths_are_rejected_if_the_length_counts(results: Re
 
 
 @sizes
+def test_lengths_are_compared_in_every_epoch(results: Results, size: int) -> None:
+    for each in results[size]:
+        found = each["lengths_that_change"]
+        assert (found["epoch"], found["records"]) == (3, 3 * 48 - (48 // size - 8))
+
+
+@sizes
 def test_models_that_several_processes_cannot_train_are_rejected(results: Results, size: int) -> None:
     assert results[1][0]["impossible_models"] == {}
     for each in results[size]:
@@ -252,6 +259,14 @@ def test_a_stop_request_in_one_process_stops_all_at_the_same_update(results: Res
     assert reason == "enough"
     assert after_steps["updates"] == 4
     assert after_epochs["epoch"] == 1
+
+
+@sizes
+def test_all_stop_together_although_one_process_is_at_its_end(results: Results, size: int) -> None:
+    """With three processes, the next step is the last one of the others, so the epoch is complete."""
+    for each in results[size]:
+        found = each["stop_at_the_end_of_one_process"]
+        assert (found["batches"], found["epoch"]) == (5, 0 if size == 2 else 1)
 
 
 @sizes

@@ -95,21 +95,21 @@ class IdleWindow:
                 self._unused.discard(parameter)
 
 
-def any_has_batch(group: Group, has_batch: bool) -> bool:
-    """Return whether any process has a batch for the next step. A collective call."""
-    count = torch.tensor([has_batch], dtype=torch.float32)
+def is_set_anywhere(group: Group, flag: bool) -> bool:
+    """Return whether a flag is set in any process. A collective call."""
+    count = torch.tensor([flag], dtype=torch.float32)
     group.sum(count)
     return bool(count.item())
 
 
-def check_lengths(context: TrainingContext, lengths: Sequence[int | None]) -> None:
-    """Raise in every process if their training data have different lengths and the run depends on the length.
+def different_lengths(context: TrainingContext, lengths: Sequence[int | None]) -> Sequence[int | None]:
+    """Return the lengths of the training data of all processes if they differ; raise if the run depends on the length.
 
     Windows, periods and schedules would end at other batches in each process: the processes would wait for each other
     forever, or train with different rates.
     """
     if len(set(lengths)) == 1:
-        return
+        return ()
     plan = context.run.plan
     causes = {
         "gradient accumulation": context.run.window.size > 1,
@@ -124,3 +124,4 @@ def check_lengths(context: TrainingContext, lengths: Sequence[int | None]) -> No
             f"{cause} needs training data with as many batches in every process, got {found}; give every process the "
             "same data, which the trainer divides, or a loader without a length"
         )
+    return lengths
