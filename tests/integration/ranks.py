@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -929,6 +930,18 @@ def other_world_size(folder: Path) -> Any:
     else:
         trainer.fit(source, max_length=Epochs(1), resume=place, checkpoint_period=Batches(0))
     return {"samples": watch.samples, "progress": trainer.context.progress.state_dict()}
+
+
+@case
+def mean_of_a_continued_epoch(folder: Path) -> Any:
+    """Two processes write a checkpoint in an epoch, which one and three processes continue; the rate is 0."""
+    module, place = model(), folder.parents[2] / "mean_of_two"
+    optimizer, source = torch.optim.SGD(module.parameters(), lr=0.0), DataLoader(TensorDataset(*data(29)), batch_size=2)
+    trainer = layer(Trainer(module, "cpu", optimizer=optimizer, checkpoint_dir=folder, verbose=False))
+    trainer.fit(source, max_length=Epochs(1), checkpoint_period=Batches(4), resume=None if world() == 2 else place)
+    if world() == 2 and rank() == 0:
+        shutil.copytree(folder / "ck_epoch_0_iter_4", place)
+    return trainer.history.get_latest_metric("train_loss")
 
 
 @case

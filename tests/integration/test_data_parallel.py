@@ -310,6 +310,12 @@ def test_another_number_of_processes_continues_the_epoch(results: Results, size:
     assert results[size][0]["other_world_size"]["progress"]["epoch"] == 1
 
 
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_mean_of_a_continued_epoch_counts_the_samples_of_all_processes(results: Results, size: int) -> None:
+    for each in results[size]:
+        assert each["mean_of_a_continued_epoch"] == nearly(results[2][0]["mean_of_a_continued_epoch"], 1e-12)
+
+
 @sizes
 def test_a_layer_adds_at_most_eight_python_calls_to_a_step(results: Results, size: int) -> None:
     bare = results[1][0]["python_calls"]["all"]

@@ -205,7 +205,10 @@ class DataParallel(Capability):
             own["compression"] = self._exchanges.compression_state()
         all_ranks = [own] if group is None else group.exchange(own)
         by_rank = {name: [each[name] for each in all_ranks] for name in own}
-        return {**state, "epoch_start": join_positions(by_rank["epoch_start"]), "data_parallel": by_rank}
+        # For a trainer without this layer, which continues the epoch of all processes.
+        meter = {**_sum_of(by_rank["meter"]), "values": state["meter"]["values"]}
+        epoch_start = join_positions(by_rank["epoch_start"])
+        return {**state, "meter": meter, "epoch_start": epoch_start, "data_parallel": by_rank}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore this process's state; another number of processes seeds again and shares the rest of the epoch."""
