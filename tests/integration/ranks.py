@@ -12,8 +12,9 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -728,6 +729,52 @@ def first_process_without_data(folder: Path) -> Any:
     sampler = UnevenWithoutLength(dataset, short=0, size=0)
     trainer.fit(DataLoader(dataset, batch_size=4, sampler=sampler), max_length=Epochs(1))
     return {"records": trainer.context.progress.records, "calls": float(trainer.model[0].calls)}
+
+
+class Named(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+class NamedModel(nn.Module):
+    """Returns a named tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = model()
+
+    def forward(self, inputs: Tensor) -> Named:
+        return Named(self.inner(inputs), inputs)
+
+
+@case
+def named_tuples(folder: Path) -> Any:
+    """A single named batch, which the other processes compute along, and named predictions."""
+
+    def step(trainer: Any, batch: Any) -> dict[str, Any]:
+        return {"loss": nn.functional.cross_entropy(trainer.model(batch.first).first, batch.second)}
+
+    inputs, targets = data(24)
+    trainer = layer(Trainer(NamedModel(), "cpu", train_step=step, **SETTINGS))
+    trainer.fit([Named(inputs, targets)], max_length=Epochs(1))
+    predicted = trainer.predict(DataLoader(inputs, batch_size=4))
+    return {"records": trainer.context.progress.records, "rows": [len(predicted.first), len(predicted.second)]}
+
+
+@case
+def batch_that_cannot_be_sent(folder: Path) -> Any:
+    @dataclass
+    class Own:
+        inputs: Tensor
+
+    def step(trainer: Any, batch: Any) -> dict[str, Any]:
+        return {"loss": trainer.model(batch.inputs).square().mean()}
+
+    try:
+        layer(Trainer(model(), "cpu", train_step=step, **SETTINGS)).fit([Own(data(24)[0])], max_length=Epochs(1))
+    except (DataError, PeerError) as error:
+        return str(error)
+    return None
 
 
 class ShortSecondEpoch(Uneven):

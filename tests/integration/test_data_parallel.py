@@ -207,6 +207,20 @@ def test_all_batches_are_used_if_the_first_process_has_none(results: Results, si
 
 
 @sizes
+def test_named_tuples_keep_their_names(results: Results, size: int) -> None:
+    for each in (*results[1], *results[size]):
+        assert each["named_tuples"] == {"records": 24, "rows": [24, 24]}
+
+
+@sizes
+def test_a_batch_that_cannot_be_sent_to_a_process_without_one_is_rejected(results: Results, size: int) -> None:
+    assert results[1][0]["batch_that_cannot_be_sent"] is None
+    expected = "there are fewer batches than processes, and a Own cannot be sent"
+    for each in results[size]:
+        assert expected in each["batch_that_cannot_be_sent"]
+
+
+@sizes
 def test_an_optimizer_with_a_closure_is_rejected(results: Results, size: int) -> None:
     assert results[1][0]["closures"] is None
     for each in results[size]:

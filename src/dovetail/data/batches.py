@@ -277,15 +277,17 @@ def concat(outputs: Sequence[Any]) -> Any:
 
 
 def with_class_of(example: Any, outputs: Any) -> Any:
-    """Return a dictionary in the class of an example with the same keys; other outputs unchanged.
+    """Return a dictionary or a tuple in the class of an example with the same names; other outputs unchanged.
 
-    A message between processes turns every mapping into a dictionary.
+    A message between processes turns every mapping into a dictionary, and every named tuple into a tuple.
 
     Example:
         >>> from collections import UserDict
         >>> type(with_class_of(UserDict(a=1), {"a": 2}))
         <class 'collections.UserDict'>
     """
+    if isinstance(example, _NamedTuple) and type(outputs) is tuple and len(example._fields) == len(outputs):
+        return _with_parts(example, outputs)
     is_alike = isinstance(example, Mapping) and type(outputs) is dict and list(example) == list(outputs)
     return _with_parts(example, list(outputs.values())) if is_alike and type(example) is not dict else outputs
 

@@ -25,7 +25,7 @@ from dovetail.trainers.capabilities.auto_batch import AutoBatch
 from dovetail.trainers.capabilities.compression import Compression, as_compression
 from dovetail.trainers.capabilities.core import Capability
 from dovetail.trainers.capabilities.exchanges import Exchanges
-from dovetail.trainers.capabilities.idle import IdleBatch, IdleWindow, different_lengths, is_set_anywhere
+from dovetail.trainers.capabilities.idle import IdleBatch, IdleWindow, different_lengths, is_set_anywhere, lent_batch
 from dovetail.trainers.capabilities.metric_groups import MetricGroups
 from dovetail.trainers.capabilities.outside import copy_criterion, copy_trained
 from dovetail.trainers.capabilities.step_state import StepState
@@ -387,8 +387,7 @@ class DataParallel(Capability):
                 return
             if not all(have):
                 # Fewer batches than processes: a process without one computes with another one's batch.
-                lender = have.index(True)
-                lent = group.exchange({"batch": batch if group.rank == lender else None})[lender]["batch"]
+                lent = lent_batch(group, batch, have)
                 if batch is _END:
                     turn.own, batch = step, lent
             knows_total = total is not None and all(each["total"] == total for each in all_ranks)
