@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -729,6 +731,69 @@ def first_process_without_data(folder: Path) -> Any:
     return {"records": trainer.context.progress.records, "calls": float(trainer.model[0].calls)}
 
 
+class Named(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+class NamedModel(nn.Module):
+    """Returns a named tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = model()
+
+    def forward(self, inputs: Tensor) -> Named:
+        return Named(self.inner(inputs), inputs)
+
+
+@case
+def named_tuples(folder: Path) -> Any:
+    """A single named batch, which the other processes compute along, and named predictions."""
+
+    def step(trainer: Any, batch: Any) -> dict[str, Any]:
+        return {"loss": nn.functional.cross_entropy(trainer.model(batch.first).first, batch.second)}
+
+    inputs, targets = data(24)
+    trainer = layer(Trainer(NamedModel(), "cpu", train_step=step, **SETTINGS))
+    trainer.fit([Named(inputs, targets)], max_length=Epochs(1))
+    predicted = trainer.predict(DataLoader(inputs, batch_size=4))
+    return {"records": trainer.context.progress.records, "rows": [len(predicted.first), len(predicted.second)]}
+
+
+@case
+def batch_that_cannot_be_sent(folder: Path) -> Any:
+    @dataclass
+    class Own:
+        inputs: Tensor
+
+    def step(trainer: Any, batch: Any) -> dict[str, Any]:
+        return {"loss": trainer.model(batch.inputs).square().mean()}
+
+    try:
+        layer(Trainer(model(), "cpu", train_step=step, **SETTINGS)).fit([Own(data(24)[0])], max_length=Epochs(1))
+    except (DataError, PeerError) as error:
+        return str(error)
+    return None
+
+
+class ShortSecondEpoch(Uneven):
+    """Gives the first process fewer batches in the second epoch only."""
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        self.is_short = rank() == 0 and world() > 1 and epoch == 1
+
+
+@case
+def lengths_that_change(folder: Path) -> Any:
+    dataset = TensorDataset(*data(48))
+    trainer = layer(Trainer(model(), "cpu", **SETTINGS))
+    loader = DataLoader(dataset, batch_size=4, sampler=ShortSecondEpoch(dataset, short=-1))
+    trainer.fit(loader, max_length=Epochs(3))
+    return trainer.context.progress.state_dict()
+
+
 @case
 def distributed_sampler(folder: Path) -> Any:
     dataset = TensorDataset(*data(28))
@@ -835,6 +900,15 @@ def stop(folder: Path) -> Any:
 
 
 @case
+def stop_at_the_end_of_one_process(folder: Path) -> Any:
+    """The request arrives in the fourth step, which is the last one of the first process."""
+    dataset = TensorDataset(*data(60))
+    trainer = layer(Trainer(model(), "cpu", **{**SETTINGS, "callbacks": [StopsAlone("step")]}))
+    trainer.fit(DataLoader(dataset, batch_size=4, sampler=Uneven(dataset, short=0, size=16)), max_length=Epochs(2))
+    return trainer.context.progress.state_dict()
+
+
+@case
 def different_noise(folder: Path) -> Any:
     trainer = layer(Trainer(model(), "cpu", **SETTINGS))
     trainer.fit(data(24), max_length=Epochs(1))
@@ -903,6 +977,18 @@ def other_world_size(folder: Path) -> Any:
     else:
         trainer.fit(source, max_length=Epochs(1), resume=place, checkpoint_period=Batches(0))
     return {"samples": watch.samples, "progress": trainer.context.progress.state_dict()}
+
+
+@case
+def mean_of_a_continued_epoch(folder: Path) -> Any:
+    """Two processes write a checkpoint in an epoch, which one and three processes continue; the rate is 0."""
+    module, place = model(), folder.parents[2] / "mean_of_two"
+    optimizer, source = torch.optim.SGD(module.parameters(), lr=0.0), DataLoader(TensorDataset(*data(29)), batch_size=2)
+    trainer = layer(Trainer(module, "cpu", optimizer=optimizer, checkpoint_dir=folder, verbose=False))
+    trainer.fit(source, max_length=Epochs(1), checkpoint_period=Batches(4), resume=None if world() == 2 else place)
+    if world() == 2 and rank() == 0:
+        shutil.copytree(folder / "ck_epoch_0_iter_4", place)
+    return trainer.history.get_latest_metric("train_loss")
 
 
 @case

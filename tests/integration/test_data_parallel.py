@@ -207,6 +207,20 @@ def test_all_batches_are_used_if_the_first_process_has_none(results: Results, si
 
 
 @sizes
+def test_named_tuples_keep_their_names(results: Results, size: int) -> None:
+    for each in (*results[1], *results[size]):
+        assert each["named_tuples"] == {"records": 24, "rows": [24, 24]}
+
+
+@sizes
+def test_a_batch_that_cannot_be_sent_to_a_process_without_one_is_rejected(results: Results, size: int) -> None:
+    assert results[1][0]["batch_that_cannot_be_sent"] is None
+    expected = "there are fewer batches than processes, and a Own cannot be sent"
+    for each in results[size]:
+        assert expected in each["batch_that_cannot_be_sent"]
+
+
+@sizes
 def test_an_optimizer_with_a_closure_is_rejected(results: Results, size: int) -> None:
     assert results[1][0]["closures"] is None
     for each in results[size]:
@@ -232,6 +246,13 @@ def test_data_of_different_lengths_are_rejected_if_the_length_counts(results: Re
 
 
 @sizes
+def test_lengths_are_compared_in_every_epoch(results: Results, size: int) -> None:
+    for each in results[size]:
+        found = each["lengths_that_change"]
+        assert (found["epoch"], found["records"]) == (3, 3 * 48 - (48 // size - 8))
+
+
+@sizes
 def test_models_that_several_processes_cannot_train_are_rejected(results: Results, size: int) -> None:
     assert results[1][0]["impossible_models"] == {}
     for each in results[size]:
@@ -252,6 +273,14 @@ def test_a_stop_request_in_one_process_stops_all_at_the_same_update(results: Res
     assert reason == "enough"
     assert after_steps["updates"] == 4
     assert after_epochs["epoch"] == 1
+
+
+@sizes
+def test_all_stop_together_although_one_process_is_at_its_end(results: Results, size: int) -> None:
+    """With three processes, the next step is the last one of the others, so the epoch is complete."""
+    for each in results[size]:
+        found = each["stop_at_the_end_of_one_process"]
+        assert (found["batches"], found["epoch"]) == (5, 0 if size == 2 else 1)
 
 
 @sizes
@@ -293,6 +322,12 @@ def test_another_number_of_processes_continues_the_epoch(results: Results, size:
     assert len(begun) == 16
     assert len(set(begun + rest)) == len(begun + rest) == 29
     assert results[size][0]["other_world_size"]["progress"]["epoch"] == 1
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_mean_of_a_continued_epoch_counts_the_samples_of_all_processes(results: Results, size: int) -> None:
+    for each in results[size]:
+        assert each["mean_of_a_continued_epoch"] == nearly(results[2][0]["mean_of_a_continued_epoch"], 1e-12)
 
 
 @sizes

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -62,6 +64,40 @@ def test_launch_returns_weights_history_metrics_and_rate_without_a_warning(
     assert launched.evaluate(data) == pytest.approx(alone.evaluate(data), abs=1e-12)
     assert torch.equal(launched.predict(data[0]), launched.unwrap().predict(data[0]))
     assert "Warning" not in capfd.readouterr().err
+
+
+class Prediction(NamedTuple):
+    mean: torch.Tensor
+    size: torch.Tensor
+
+
+@dataclass
+class Output(OrderedDict[str, torch.Tensor]):
+    """As the outputs of transformers, whose fields are items, too."""
+
+    mean: torch.Tensor
+
+    def __post_init__(self) -> None:
+        self["mean"] = self.mean
+
+
+class Named(torch.nn.Module):
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.inner, self.kind = torch.nn.Linear(4, 2).double(), kind
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        outputs = self.inner(inputs)
+        return Prediction(outputs, inputs[:, 0]) if self.kind is Prediction else self.kind(mean=outputs)
+
+
+@pytest.mark.parametrize("kind", [Prediction, Output])
+def test_launched_predictions_have_the_class_of_the_outputs(kind: Any) -> None:
+    inputs = torch.randn(6, 4, dtype=torch.float64)
+    launched = DDPTrainer(Trainer(Named(kind), "cpu", batch_size=2, verbose=False), num_processes=2)
+    predicted = launched.predict(inputs)
+    assert type(predicted) is kind
+    assert torch.equal(predicted.mean, launched.unwrap().predict(inputs).mean)
 
 
 def test_launch_works_with_other_spellings_and_the_add_on(problem: Problem, data: Any) -> None:

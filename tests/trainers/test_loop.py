@@ -584,6 +584,35 @@ def test_data_without_length_trains_as_data_with_it(problem: Problem) -> None:
     assert_same_weights(listed, streamed)
 
 
+class BudgetSampler(torch_data.Sampler[Any]):
+    """Forms batches of another number in every epoch, as with a number of tokens for each batch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        num_batches = 4 + self.epoch % 2
+        return iter([list(range(first, 24, num_batches)) for first in range(num_batches)])
+
+
+class SizedBudgetSampler(BudgetSampler):
+    def __len__(self) -> int:
+        return 4 + self.epoch % 2
+
+
+def test_windows_follow_the_length_of_the_epoch(problem: Problem) -> None:
+    x, y = (torch.cat(each) for each in zip(*problem.batches, strict=True))
+    dataset, models = torch_data.TensorDataset(x[:24], y[:24]), []
+    for sampler in (BudgetSampler(), SizedBudgetSampler()):
+        models.append(problem.model())
+        trainer = quiet(models[-1], accumulation_steps=2)
+        trainer.fit(torch_data.DataLoader(dataset, batch_sampler=sampler), max_length=Epochs(3))
+        assert trainer.context.progress.updates == 2 + 3 + 2
+    assert_same_weights(*models)
+
+
 def test_data_shorter_than_its_length_is_an_error_inside_a_window(problem: Problem) -> None:
     class Liar(Stream):
         def __len__(self) -> int:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import sys
 from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -277,17 +278,51 @@ def concat(outputs: Sequence[Any]) -> Any:
 
 
 def with_class_of(example: Any, outputs: Any) -> Any:
-    """Return a dictionary in the class of an example with the same keys; other outputs unchanged.
+    """Return a dictionary or a tuple in the class of an example with the same names; other outputs unchanged.
 
-    A message between processes turns every mapping into a dictionary.
+    A message between processes turns every mapping into a dictionary, and every named tuple into a tuple.
 
     Example:
         >>> from collections import UserDict
         >>> type(with_class_of(UserDict(a=1), {"a": 2}))
         <class 'collections.UserDict'>
     """
+    if isinstance(example, _NamedTuple) and type(outputs) is tuple and len(example._fields) == len(outputs):
+        return _with_parts(example, outputs)
     is_alike = isinstance(example, Mapping) and type(outputs) is dict and list(example) == list(outputs)
     return _with_parts(example, list(outputs.values())) if is_alike and type(example) is not dict else outputs
+
+
+def class_name(outputs: Any) -> list[str]:
+    """Return the module and the name of a class that a message would lose; empty for other outputs.
+
+    Example:
+        >>> class_name({"a": 1}), class_name((1, 2))
+        ([], [])
+    """
+    kind = type(outputs)
+    is_lost = isinstance(outputs, _NamedTuple) or (isinstance(outputs, dict) and dataclasses.is_dataclass(kind))
+    return [kind.__module__, kind.__qualname__] if is_lost else []
+
+
+def in_class(name: Sequence[str], outputs: Any) -> Any:
+    """Return a tuple or a dictionary in a class by the result of `class_name`.
+
+    The outputs are unchanged if this process has not imported such a class.
+    """
+    if not name:
+        return outputs
+    found: Any = sys.modules.get(name[0])
+    for part in name[1].split("."):
+        found = getattr(found, part, None)
+    bases = found.__mro__ if isinstance(found, type) else ()
+    if type(outputs) is tuple and tuple in bases and hasattr(found, "_make"):
+        return found._make(outputs)
+    if type(outputs) is dict and dict in bases and dataclasses.is_dataclass(found):
+        # The outputs of transformers.
+        names, kind = {field.name for field in dataclasses.fields(found) if field.init}, cast(Any, found)
+        return kind(**outputs) if outputs.keys() <= names else outputs
+    return outputs
 
 
 def _cut(batch: Any, start: int, stop: int, length: int) -> Any:

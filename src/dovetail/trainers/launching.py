@@ -27,6 +27,7 @@ from typing import Any
 import cloudpickle
 
 from dovetail import checkpoint as store
+from dovetail.data.batches import class_name, in_class
 from dovetail.distributed import PeerError
 from dovetail.errors import ConfigError
 from dovetail.runtime.elastic import run_workers
@@ -131,7 +132,7 @@ def work(folder: Path) -> None:
                 raise
             number = interruption.number
         # In every process: if each holds a part of the model, the state is gathered by a collective call.
-        result = trained_state(trainer) if entry == "fit" else {"returned": returned}
+        result = trained_state(trainer) if entry == "fit" else {"returned": returned, "class": class_name(returned)}
         if rank == 0:
             store.save(folder / _RESULT, result)
             if number is not None:
@@ -153,7 +154,7 @@ def _pack(trainer: Trainer, entry: str, arguments: Mapping[str, Any]) -> bytes:
 def _apply_result(trainer: Trainer, entry: str, arguments: Mapping[str, Any], result: Mapping[str, Any]) -> Any:
     """Set the trainer to the state of its copies in the workers, and return the result of the entry point."""
     if entry != "fit":
-        return result["returned"]
+        return in_class(result["class"], result["returned"])
     run_scope.set_data(trainer.context, train=arguments["train_data"], valid=arguments["val_data"])
     apply_trained_state(trainer, _planned(trainer, arguments), result)
     return trainer.context.history

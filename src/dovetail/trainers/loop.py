@@ -216,10 +216,12 @@ def train_epoch(context: TrainingContext) -> dict[str, float]:
     scheduler_step, after_step = trainer.scheduler_step, trainer.after_step
     on_step_start, on_update, on_step_end = callbacks.on_step_start, callbacks.on_update, callbacks.on_step_end
 
+    # Before the length is read, because a sampler may have another length in every epoch.
+    batches = trainer.batches("train")
     # The last batch of an epoch must close its window. Data without a length is therefore read one batch ahead.
     total = trainer.num_batches("train")
     accumulates = window.size > 1
-    lookahead = Lookahead(trainer.batches("train")) if accumulates and total is None else None
+    lookahead = Lookahead(batches) if accumulates and total is None else None
     # A window never spans two epochs, and a window that an error interrupted is not continued.
     window.closes = True
     # Periods in whole epochs are checked by `run_epoch`. If there are no others, a batch skips these checks.
@@ -228,7 +230,7 @@ def train_epoch(context: TrainingContext) -> dict[str, float]:
     is_first = True
 
     notes.number = progress.batch
-    for batch in lookahead or trainer.batches("train"):
+    for batch in lookahead or batches:
         for hook in on_step_start:
             hook(context, batch)
         batch = to_device(batch)

@@ -25,7 +25,7 @@ from dovetail.trainers.capabilities.auto_batch import AutoBatch
 from dovetail.trainers.capabilities.compression import Compression, as_compression
 from dovetail.trainers.capabilities.core import Capability
 from dovetail.trainers.capabilities.exchanges import Exchanges
-from dovetail.trainers.capabilities.idle import IdleBatch, IdleWindow, any_has_batch, check_lengths
+from dovetail.trainers.capabilities.idle import IdleBatch, IdleWindow, different_lengths, is_set_anywhere, lent_batch
 from dovetail.trainers.capabilities.metric_groups import MetricGroups
 from dovetail.trainers.capabilities.outside import copy_criterion, copy_trained
 from dovetail.trainers.capabilities.step_state import StepState
@@ -205,7 +205,10 @@ class DataParallel(Capability):
             own["compression"] = self._exchanges.compression_state()
         all_ranks = [own] if group is None else group.exchange(own)
         by_rank = {name: [each[name] for each in all_ranks] for name in own}
-        return {**state, "epoch_start": join_positions(by_rank["epoch_start"]), "data_parallel": by_rank}
+        # For a trainer without this layer, which continues the epoch of all processes.
+        meter = {**_sum_of(by_rank["meter"]), "values": state["meter"]["values"]}
+        epoch_start = join_positions(by_rank["epoch_start"])
+        return {**state, "meter": meter, "epoch_start": epoch_start, "data_parallel": by_rank}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore this process's state; another number of processes seeds again and shares the rest of the epoch."""
@@ -363,7 +366,8 @@ class DataParallel(Capability):
             sums = torch.tensor([int(late)], dtype=torch.int64)
             group.sum(sums)
             turn.tokens, notes.num_tokens = 0, notes.num_tokens + int(sums)
-        if flags[0]:
+        # The loop does not stop at the end of its data, and all processes must stop together.
+        if flags[0] and context.progress.batch + 1 not in turn.ends:
             self._apply_stop_request(flags)
 
     # ------------------------------------------------------------------ private
@@ -374,16 +378,16 @@ class DataParallel(Capability):
         batch = next(batches, _END)
         # If all processes agreed on the number of steps, and more than one is left, each still has a batch.
         knows_total = total is not None and total == turn.agreed and total - step > 1
-        if not knows_total:
+        # Compared in every epoch: a sampler may have another length in each, and in one process only.
+        if turn.agreed is None or is_set_anywhere(group, not knows_total):
             all_ranks = group.exchange({"has": batch is not _END, "total": total})
-            check_lengths(self.context, [each["total"] for each in all_ranks])
+            turn.ends = different_lengths(self.context, [each["total"] for each in all_ranks])
             have = [each["has"] for each in all_ranks]
             if not any(have):
                 return
             if not all(have):
                 # Fewer batches than processes: a process without one computes with another one's batch.
-                lender = have.index(True)
-                lent = group.exchange({"batch": batch if group.rank == lender else None})[lender]["batch"]
+                lent = lent_batch(group, batch, have)
                 if batch is _END:
                     turn.own, batch = step, lent
             knows_total = total is not None and all(each["total"] == total for each in all_ranks)
@@ -396,7 +400,7 @@ class DataParallel(Capability):
                 turn.own = min(turn.own, step)
             else:
                 batch = fresh
-            if step == total if knows_total else not any_has_batch(group, fresh is not _END):
+            if step == total if knows_total else not is_set_anywhere(group, fresh is not _END):
                 return
 
     def _data_group(self, group: Group) -> Group:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dovetail.distributed import Group, own_part
-from dovetail.errors import DataError
+from dovetail.errors import CheckpointError, DataError
 from dovetail.trainers.context import TrainingContext
 from dovetail.trainers.randomness import rng_state, set_rng_state
 from dovetail.trainers.schedules.whole_run import RunScheduleLR
@@ -95,21 +96,46 @@ class IdleWindow:
                 self._unused.discard(parameter)
 
 
-def any_has_batch(group: Group, has_batch: bool) -> bool:
-    """Return whether any process has a batch for the next step. A collective call."""
-    count = torch.tensor([has_batch], dtype=torch.float32)
+def is_set_anywhere(group: Group, flag: bool) -> bool:
+    """Return whether a flag is set in any process. A collective call."""
+    count = torch.tensor([flag], dtype=torch.float32)
     group.sum(count)
     return bool(count.item())
 
 
-def check_lengths(context: TrainingContext, lengths: Sequence[int | None]) -> None:
-    """Raise in every process if their training data have different lengths and the run depends on the length.
+def lent_batch(group: Group, batch: Any, have: Sequence[bool]) -> Any:
+    """Return the batch of the first process that has one. A collective call.
+
+    A message turns a named tuple into a tuple, so the names are sent, too.
+
+    Args:
+        group: The group.
+        batch: The batch of this process, if it has one.
+        have: The processes that have a batch.
+    """
+    lender = have.index(True)
+    is_own = group.rank == lender
+    names = list(getattr(batch, "_fields", ())) if is_own else []
+    try:
+        received = group.exchange({"batch": batch if is_own else None, "names": names})[lender]
+    except CheckpointError as error:
+        raise DataError(
+            f"there are fewer batches than processes, and a {type(batch).__name__} cannot be sent to a process without "
+            f"a batch, which computes along with the others; give at least {group.size} batches, or batches that are "
+            "tensors, arrays, numbers, strings, or containers of them"
+        ) from error
+    lent, names = received["batch"], received["names"]
+    return namedtuple("Batch", names, rename=True)(*lent) if names else lent
+
+
+def different_lengths(context: TrainingContext, lengths: Sequence[int | None]) -> Sequence[int | None]:
+    """Return the lengths of the training data of all processes if they differ; raise if the run depends on the length.
 
     Windows, periods and schedules would end at other batches in each process: the processes would wait for each other
     forever, or train with different rates.
     """
     if len(set(lengths)) == 1:
-        return
+        return ()
     plan = context.run.plan
     causes = {
         "gradient accumulation": context.run.window.size > 1,
@@ -124,3 +150,4 @@ def check_lengths(context: TrainingContext, lengths: Sequence[int | None]) -> No
             f"{cause} needs training data with as many batches in every process, got {found}; give every process the "
             "same data, which the trainer divides, or a loader without a length"
         )
+    return lengths

@@ -16,6 +16,7 @@ from dovetail.distributed import DataGroup, Group, is_part, num_launched, own_pa
 from dovetail.errors import ConfigError
 from dovetail.trainers.capabilities.data_parallel import DataParallel
 from dovetail.trainers.capabilities.deferred import initialize, is_deferred
+from dovetail.trainers.capabilities.idle import lent_batch
 from dovetail.trainers.capabilities.meshes import check_mesh, check_same_mesh, mesh_sizes, show_mesh
 from dovetail.trainers.capabilities.part_holders import PartHolders
 from dovetail.trainers.capabilities.tensor_parallel import LocalWeights, Parallelize, check_plan, parallelize
@@ -353,8 +354,7 @@ class ShardedDataParallel(DataParallel):
         have = _gather_flags(group, fresh is not _END)
         if any(have) and not all(have):
             # Fewer batches than processes: a process without one computes with another one's batch.
-            lender = have.index(True)
-            lent = group.exchange({"batch": batch if group.rank == lender else None})[lender]["batch"]
+            lent = lent_batch(group, batch, have)
             batch = lent if batch is _END else batch
         while any(have):
             if fresh is not _END:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 from typing import Any
 
@@ -11,13 +12,27 @@ from dovetail.trainers.capabilities.idle import IdleBatch, IdleWindow
 class StepState:
     """State of this process in the running step."""
 
-    __slots__ = ("agreed", "before", "extras", "idle", "is_alike", "is_empty", "own", "samples", "tokens", "was_idle")
+    __slots__ = (
+        "agreed",
+        "before",
+        "ends",
+        "extras",
+        "idle",
+        "is_alike",
+        "is_empty",
+        "own",
+        "samples",
+        "tokens",
+        "was_idle",
+    )
 
     def __init__(self) -> None:
         # True if parameters outside of the model were copied from the first process.
         self.is_alike = False
         # The steps of an epoch, if all processes reported the same number.
         self.agreed: int | None = None
+        # The steps of each process, if these numbers are known and differ.
+        self.ends: Sequence[int | None] = ()
         # Number of steps for which this process has batches.
         self.own: float = inf
         # Samples of the batches of the running accumulation window before this one.
