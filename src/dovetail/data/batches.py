@@ -10,11 +10,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-import sys
 from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -308,21 +307,28 @@ def class_name(outputs: Any) -> list[str]:
 def in_class(name: Sequence[str], outputs: Any) -> Any:
     """Return a tuple or a dictionary in a class by the result of `class_name`.
 
-    The outputs are unchanged if this process has not imported such a class.
+    The name is compared with those of the classes that exist in this process; no attribute is read by a name, and
+    nothing is imported. The outputs are unchanged if there is no such class.
     """
-    if not name:
+    found: Any = None
+    for kind in _kinds_of(type(outputs)) if name and type(outputs) in (tuple, dict) else ():
+        if [kind.__module__, kind.__qualname__] == list(name):
+            # A notebook may have defined the class several times: the last one counts.
+            found = kind
+    if found is None:
         return outputs
-    found: Any = sys.modules.get(name[0])
-    for part in name[1].split("."):
-        found = getattr(found, part, None)
-    bases = found.__mro__ if isinstance(found, type) else ()
-    if type(outputs) is tuple and tuple in bases and hasattr(found, "_make"):
-        return found._make(outputs)
-    if type(outputs) is dict and dict in bases and dataclasses.is_dataclass(found):
-        # The outputs of transformers.
-        names, kind = {field.name for field in dataclasses.fields(found) if field.init}, cast(Any, found)
-        return kind(**outputs) if outputs.keys() <= names else outputs
-    return outputs
+    if type(outputs) is tuple:
+        return found._make(outputs) if hasattr(found, "_make") else outputs
+    # The outputs of transformers.
+    names = {field.name for field in dataclasses.fields(found) if field.init} if dataclasses.is_dataclass(found) else ()
+    return found(**outputs) if names and outputs.keys() <= names else outputs
+
+
+def _kinds_of(base: type[Any]) -> Iterator[type[Any]]:
+    """Yield all classes of this process that derive from a class, in the order of their definition."""
+    for kind in base.__subclasses__():
+        yield kind
+        yield from _kinds_of(kind)
 
 
 def _cut(batch: Any, start: int, stop: int, length: int) -> Any:
