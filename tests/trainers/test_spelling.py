@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -239,6 +239,53 @@ def test_a_changed_global_is_described_if_losses_are_compared_roughly(monkeypatc
     monkeypatch.setitem(globals(), "FACTOR", 1.01)
     assert (rough() == before[0], exact() == before[1]) == (False, True)
     assert with_code(None, 3e-2) is None
+
+
+class Sizes(NamedTuple):
+    width: int
+    depth: int = 2
+
+    def product(self) -> int:
+        return self.width * self.depth
+
+
+class OtherSizes(NamedTuple):
+    width: int
+    depth: int = 2
+
+    def product(self) -> int:
+        return self.width + self.depth
+
+
+class Swapped(NamedTuple):
+    depth: int
+    width: int = 2
+
+    def product(self) -> int:
+        return self.width * self.depth
+
+
+class Doubled(list[int]):
+    pass
+
+
+def test_named_tuples_with_other_fields_or_methods_have_other_texts() -> None:
+    texts = []
+    for kind in (Sizes, OtherSizes, Swapped):
+        parts = spell([kind(3, 2)])
+        assert parts is not None
+        texts.append("\n".join(parts).replace(kind.__name__, "Sizes"))
+    assert len(set(texts)) == 3
+    assert spell([Sizes(3, 2)]) == spell([Sizes(3)])
+    # A subclass may have any attributes.
+    assert spell([Doubled([1])]) is None
+
+
+def test_functions_that_are_nested_too_deeply_have_no_text() -> None:
+    functions: list[Any] = [lambda: 0]
+    for _ in range(sys.getrecursionlimit()):
+        functions.append(lambda inner=functions[-1]: inner())
+    assert spell(functions[-1:]) is None
 
 
 @pytest.mark.torture

@@ -7,6 +7,7 @@ import dataclasses
 import dis
 import sys
 from abc import ABCMeta
+from collections import namedtuple
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from operator import attrgetter
@@ -42,7 +43,8 @@ def spell(value: Any) -> list[str] | None:
     speller = _Speller()
     try:
         speller.value(value)
-    except UnknownTextError:
+    except (UnknownTextError, RecursionError):
+        # Functions that call each other in a long chain are nested too deeply.
         return None
     return speller.parts
 
@@ -55,8 +57,11 @@ class _Speller:
 
     def value(self, value: Any) -> None:
         kind = type(value)
-        if isinstance(value, (list, tuple)):
+        if kind in _SEQUENCES or (isinstance(value, tuple) and hasattr(kind, "_fields")):
             self.parts.append(f"{kind.__name__} {len(value)}")
+            if kind not in _SEQUENCES:
+                # A named tuple may have methods.
+                self._class(kind, is_made=True)
             self._all(value)
         elif kind is dict:
             self.parts.append(f"dict {len(value)}")
@@ -145,12 +150,13 @@ class _Speller:
         self.parts.append(f"class {kind.__name__} {len(kind.__mro__)}")
         for base in kind.__mro__[1:]:
             self._class(base, is_made=is_made)
-        is_dataclass = "__dataclass_params__" in vars(kind)
+        is_dataclass, is_named_tuple = "__dataclass_params__" in vars(kind), "_fields" in vars(kind)
         if is_dataclass:
             self._fields(kind)
         for name, value in vars(kind).items():
             is_skipped = name in _SKIPPED or (name == "__init__" and not is_made)
-            if not is_skipped and not (is_dataclass and _is_generated(name, value)):
+            is_generated = (is_dataclass and _is_generated(name, value)) or (is_named_tuple and _is_of_tuple(value))
+            if not is_skipped and not is_generated:
                 self.parts.append(f"attribute {name}")
                 self._attribute(value)
 
@@ -225,6 +231,15 @@ def _is_generated(name: str, value: Any) -> bool:
     return value.__code__.co_filename == "<string>" or value.__globals__.get("__name__") in ("dataclasses", "reprlib")
 
 
+def _is_of_tuple(value: Any) -> bool:
+    """Return whether `namedtuple` has made an attribute from the names of the fields."""
+    function = getattr(value, "__func__", value)
+    if type(function) is FunctionType:
+        module = str(function.__globals__.get("__name__"))
+        return module == "collections" or module.startswith("namedtuple_")
+    return type(value) is _tuplegetter
+
+
 def _is_known(module: str) -> bool:
     """Return whether a module is fixed by its name, because the key of compiled code has its version."""
     return module.partition(".")[0] in _KNOWN or f"{module}.".startswith("dovetail.trainers.")
@@ -236,6 +251,9 @@ _KNOWN = frozenset(
         *("math", "numbers", "operator", "types", "typing", "warnings", "__future__"),
     }
 )
+_SEQUENCES = frozenset({list, tuple, torch.Size})
+# The type of the attributes by which a named tuple reads its fields.
+_tuplegetter = type(vars(namedtuple("_Pair", ("first", "second")))["first"])
 _PLAIN = frozenset({int, float, bool, str, bytes, type(None), torch.dtype, torch.device})
 # The flag of classes that Python code has created (Py_TPFLAGS_HEAPTYPE).
 _MADE_BY_PYTHON = 1 << 9
