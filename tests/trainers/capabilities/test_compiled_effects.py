@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
+from dovetail.callbacks import Callback
 from dovetail.trainers import CompiledTrainer, Trainer
 from dovetail.units import Epochs
 
@@ -124,3 +125,71 @@ def test_a_metric_that_a_step_updates_has_the_values_of_eager_training(problem: 
     with pytest.warns(UserWarning, match=r"the step changes Count\.total"):
         CompiledTrainer(trainer, backend="eager").fit(problem.batches[:4], max_length=Epochs(2))
     assert trainer.counts["targets"].total == 2 * sum(batch[1].sum() for batch in problem.batches[:4])
+
+
+# ------------------------------------------------------------------ changes of gradients alone
+
+
+STRENGTH = 1.0
+
+
+class Reverse(torch.autograd.Function):
+    """Reverses gradients, as for domain adaptation: its strength does not change the loss."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, strength: float) -> Tensor:
+        ctx.strength = strength
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return -ctx.strength * gradient, None
+
+
+class Reversed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.strength = nn.Linear(6, 6), nn.Linear(6, 3), 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        reverse: Any = Reverse.apply
+        logits: Tensor = self.last(reverse(self.first(x), self.strength + STRENGTH))
+        return logits
+
+
+def train_reversed(problem: Problem, *callbacks: Any, compiled: bool = True, runs: int = 1) -> Any:
+    torch.manual_seed(1)
+    trainer: Any = Trainer(Reversed(), "cpu", verbose=False, callbacks=[*callbacks], learning_rate=0.1)
+    trainer = CompiledTrainer(trainer, backend="eager") if compiled else trainer
+    for run in range(runs):
+        trainer.model.strength += float(run)
+        trainer.fit(problem.batches[:4], max_length=Epochs(3 * run + 3))
+    return trainer
+
+
+def test_a_global_that_changes_only_gradients_gets_its_own_graph(
+    problem: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for strength in (1.0, 0.25):
+        monkeypatch.setitem(globals(), "STRENGTH", strength)
+        compiled, eager = (train_reversed(problem, compiled=it) for it in (True, False))
+        assert compiled.graphs == 1
+        torch.testing.assert_close(compiled.model.state_dict(), eager.model.state_dict(), rtol=0, atol=2e-6)
+
+
+class Strengthen(Callback):
+    def on_epoch_start(self, context: Any) -> None:
+        context.model.strength = 0.5 * context.progress.epoch
+
+
+def test_an_attribute_that_changes_only_gradients_ends_the_use_of_the_graph(problem: Problem) -> None:
+    with pytest.warns(UserWarning, match="a setting of the model, its loss or the configuration has changed"):
+        compiled = train_reversed(problem, Strengthen())
+    eager = train_reversed(problem, Strengthen(), compiled=False)
+    torch.testing.assert_close(compiled.model.state_dict(), eager.model.state_dict(), rtol=0, atol=2e-6)
+
+
+def test_a_changed_attribute_gets_another_graph_in_the_next_run(problem: Problem) -> None:
+    compiled, eager = (train_reversed(problem, compiled=it, runs=2) for it in (True, False))
+    assert compiled.graphs == 1
+    torch.testing.assert_close(compiled.model.state_dict(), eager.model.state_dict(), rtol=0, atol=2e-6)

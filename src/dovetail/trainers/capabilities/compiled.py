@@ -6,6 +6,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from functools import partial
 from itertools import islice
 from typing import Any, Literal, cast
 
@@ -395,6 +396,8 @@ class Compiled(Capability):
     def _describe_step(self) -> Any:
         """Return the inputs of the step that are not tensors, for trainers that share compiled code; None if unknown.
 
+        Those of the parts, and the configuration, which may differ between the runs of a federation.
+
         A module of the user counts as known by its class and attributes: the first loss of every graph is compared
         with an eager one in each trainer.
         """
@@ -409,8 +412,8 @@ class Compiled(Capability):
         # Values that determine the length of a run and its rates, which are inputs of the graph.
         config = {name: value for name, value in context.config.items() if name not in ("epochs", "batch_size", "lr")}
         try:
-            parts = (context.model, self.criterion, self.strategies.training_step, config)
-            return list(map(type, stack)), precision, read_by(parts, _KNOWN, trusts_code=True)
+            parts, read = (context.model, self.criterion, self.strategies.training_step), partial(read_by, known=_KNOWN)
+            return (list(map(type, stack)), precision, read(parts, trusts_code=True)), read(config, trusts_code=True)
         except UnknownError:
             return None
 

@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
 
-from dovetail.trainers.whole_step.comparing import SHARP, run_and_compare
+from dovetail.trainers.whole_step.comparing import SHARP, has_changed, run_and_compare
 from dovetail.trainers.whole_step.gradients import GradientBuffers
 from dovetail.trainers.whole_step.graph import Graph, Outputs, Shorter, State, buffer_place, constant_place
 from dovetail.trainers.whole_step.limits import (
@@ -84,8 +84,8 @@ class WholeStep:
         backend: `inductor` compiles; `eager` calls the operations of the traced graph one by one, to find out whether
             a difference comes from the trace or from the compiler.
         tolerance: The relative difference between the losses of compiled code and of `compute` that is due to rounding.
-        describe: Returns all inputs of `compute` besides tensors, or None if they are unknown. Steps with equal inputs
-            share compiled code.
+        describe: Returns all inputs of `compute` besides tensors, or None if they are unknown: those of the modules and
+            of other parts, and a configuration. Steps with equal inputs share compiled code.
 
     Raises:
         CannotCompileError: A graph does not support the modules or the optimizer.
@@ -110,7 +110,7 @@ class WholeStep:
         describe: Callable[[], Any] | None = None,
     ) -> None:
         self.optimizer = optimizer
-        self._describe = with_code(describe, tolerance)
+        self._describe = with_code(describe)
         self._tolerance = tolerance
         self._backend = backend
         self._compute = compute
@@ -183,15 +183,16 @@ class WholeStep:
     def refresh_constants(self) -> bool:
         """Update the constants of all graphs: tensors that objects besides the modules hold.
 
-        A graph is dropped if such a tensor has another form now, or if no known object holds it.
+        A graph is dropped if such a tensor has another form now, or if no known object holds it. It is also dropped if
+        the step has changed, except in one of many runs, whose graph is compared with its step.
 
         Returns:
             Whether all graphs are kept.
         """
-        number = len(self._graphs)
-        self._graphs = {name: graph for name, graph in self._graphs.items() if graph.find_constants()}
-        self._last = None
-        return len(self._graphs) == number
+        before, describe = self._graphs, None if self._is_among_many else self._describe
+        is_kept = {name: it.find_constants() and not has_changed(it, describe) for name, it in before.items()}
+        self._graphs, self._last = {name: it for name, it in before.items() if is_kept[name]}, None
+        return len(self._graphs) == len(before)
 
     def recheck(self, read: Any = None) -> None:
         """Compare the loss of the next call with the loss of `compute`, which may have changed.
