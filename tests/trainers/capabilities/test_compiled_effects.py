@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections import deque
 from collections.abc import Callable, Mapping
+from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -73,6 +76,17 @@ def with_list() -> Step:
     return step
 
 
+def with_inner_list() -> Step:
+    # No variable or attribute is this list, so its change is not undone.
+    seen: list[list[Tensor]] = [[]]
+
+    def step(trainer: Any, batch: Any) -> Tensor:
+        seen[0].append(trainer.model(batch[0]).detach())
+        return loss_of(trainer, batch)
+
+    return step
+
+
 @pytest.mark.parametrize(
     ("cause", "step"),
     [
@@ -81,7 +95,8 @@ def with_list() -> Step:
         ("draws random numbers from Python or numpy", lambda: weigh_by_python),
         ("computes activations again in the backward pass", lambda: recompute),
         ("the step uses a Generator", with_generator),
-        ("the step stores a tensor", with_list),
+        ("the step changes step.seen", with_list),
+        ("the step stores a tensor", with_inner_list),
     ],
 )
 def test_a_step_with_an_effect_that_no_graph_repeats_is_eager_from_the_first_batch(
@@ -125,6 +140,139 @@ def test_a_metric_that_a_step_updates_has_the_values_of_eager_training(problem: 
     with pytest.warns(UserWarning, match=r"the step changes Count\.total"):
         CompiledTrainer(trainer, backend="eager").fit(problem.batches[:4], max_length=Epochs(2))
     assert trainer.counts["targets"].total == 2 * sum(batch[1].sum() for batch in problem.batches[:4])
+
+
+SEEN: list[Tensor] = []
+LATEST: deque[Tensor] = deque(maxlen=2)
+TOTAL = torch.zeros(())
+
+
+class Sum:
+    """A meter that is no module."""
+
+    def __init__(self) -> None:
+        self.values = torch.zeros(())
+
+
+def collecting(count: Count, total: Sum) -> Step:
+    batches = 0
+
+    def step(trainer: Any, batch: Any) -> Tensor:
+        nonlocal batches
+        global TOTAL
+        targets = batch[1].float()
+        count.update(targets)
+        total.values = total.values + targets.sum()
+        SEEN.append(targets.sum())
+        LATEST.append(targets.sum())
+        TOTAL = TOTAL + targets.sum()
+        batches += 1
+        trainer.context.state["num"] = batches
+        return loss_of(trainer, batch)
+
+    return step
+
+
+def test_variables_of_a_step_have_the_values_of_eager_training(problem: Problem) -> None:
+    SEEN.clear()
+    TOTAL.zero_()
+    count, total = Count(), Sum()
+    with pytest.warns(UserWarning, match="training continues without a graph: the step changes"):
+        trainer = train(problem, collecting(count, total), compiled=True)
+    sums = [batch[1].sum().float() for batch in problem.batches[:4]] * 2
+    assert torch.equal(torch.stack(SEEN), torch.stack(sums))
+    assert torch.equal(torch.stack([*LATEST]), torch.stack(sums[-2:]))
+    assert count.total == total.values == TOTAL == sum(sums)
+    assert trainer.context.state["num"] == 8
+
+
+# ------------------------------------------------------------------ caches
+
+
+TABLES: dict[int, Tensor] = {}
+
+
+@lru_cache
+def table_of(length: int) -> Tensor:
+    return torch.linspace(0.5, 1.5, length)
+
+
+class Scaled(nn.Module):
+    """A module with a table that its first call creates."""
+
+    table: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.tables, self.owner = nn.Linear(6, 3), {}, SimpleNamespace(table=None)  # type: ignore[var-annotated]
+        self.register_buffer("table", None, persistent=False)
+        self.later = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.linear(x * self.scale(x.shape[1]))
+        return logits
+
+    def scale(self, length: int) -> Any:
+        raise NotImplementedError
+
+
+class OfFunction(Scaled):
+    def scale(self, length: int) -> Any:
+        return table_of(length)
+
+
+class OfModule(Scaled):
+    def scale(self, length: int) -> Any:
+        if length not in TABLES:
+            TABLES[length] = torch.linspace(0.5, 1.5, length)
+        return TABLES[length]
+
+
+class OfDictionary(Scaled):
+    def scale(self, length: int) -> Any:
+        if length not in self.tables:
+            self.tables[length] = torch.linspace(0.5, 1.5, length)
+        return self.tables[length]
+
+
+class OfObject(Scaled):
+    def scale(self, length: int) -> Any:
+        if self.owner.table is None:
+            self.owner.table = torch.linspace(0.5, 1.5, length)
+        return self.owner.table
+
+
+class OfAttribute(Scaled):
+    def scale(self, length: int) -> Any:
+        if self.later is None:
+            self.later = torch.linspace(0.5, 1.5, length)  # type: ignore[assignment]
+        return self.later
+
+
+class OfBuffer(Scaled):
+    def scale(self, length: int) -> Any:
+        if self.table is None:
+            self.register_buffer("table", torch.linspace(0.5, 1.5, length), persistent=False)
+        return self.table
+
+
+@pytest.mark.parametrize("kind", [OfFunction, OfModule, OfDictionary, OfObject, OfAttribute, OfBuffer])
+def test_a_model_that_creates_a_table_in_its_first_call_is_compiled(problem: Problem, kind: type[Scaled]) -> None:
+    table_of.cache_clear()
+    TABLES.clear()
+
+    def trained(*, compiled: bool) -> Any:
+        torch.manual_seed(1)
+        trainer: Any = Trainer(kind(), "cpu", verbose=False)
+        trainer = CompiledTrainer(trainer, backend="eager") if compiled else trainer
+        trainer.fit(problem.batches[:4], max_length=Epochs(2))
+        return trainer
+
+    compiled = trained(compiled=True)
+    assert compiled.graphs == 1
+    torch.testing.assert_close(
+        compiled.model.state_dict(), trained(compiled=False).model.state_dict(), rtol=0, atol=2e-6
+    )
 
 
 # ------------------------------------------------------------------ changes of gradients alone

@@ -53,6 +53,7 @@ from dovetail.trainers.whole_step import (
     attribute_spaces,
     check_compiler,
     read_by,
+    variable_spaces,
 )
 from dovetail.units import Epochs, Progress, Tokens, TrainUnit
 
@@ -315,6 +316,8 @@ class Compiled(Capability):
         owners = (*layers(context.run.trainer), *with_parts(self.strategies))
         spaces = attribute_spaces(owners, (part for module in modules for part in module.modules()))
         spaces.append(("context.state", context.state))
+        own = (vars(it).get(name) for it in layers(context.run.trainer) for name in ("train_step", "_train_step"))
+        spaces += variable_spaces((*own, self.criterion), modules)
         precision = None if context.precision is None else context.precision.dtype
         # Compiled code is rounded to a low precision less often than eager operations. Roundings are independent, so
         # 256 of them, each of at most half an epsilon, change a loss by 16 halves: eight epsilons.
@@ -396,7 +399,7 @@ class Compiled(Capability):
     def _describe_step(self) -> Any:
         """Return the inputs of the step that are not tensors, for trainers that share compiled code; None if unknown.
 
-        Those of the parts, and the configuration, which may differ between the runs of a federation.
+        Those of the parts, and the configuration, which may differ between many short runs.
 
         A module of the user counts as known by its class and attributes: the first loss of every graph is compared
         with an eager one in each trainer.

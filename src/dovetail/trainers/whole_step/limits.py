@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -98,7 +99,7 @@ def check_memory(tensors: Sequence[Tensor]) -> None:
 @contextmanager
 def reject_changes(spaces: Sequence[Space]) -> Iterator[None]:
     """Undo changes that a trace makes to objects that it should only read, and raise."""
-    before = [(owner, space, {name: (it, _content(it)) for name, it in space.items()}) for owner, space in spaces]
+    before = _contents(spaces)
     generators, numbers = _generator_states(), (random.getstate(), np.random.get_state())
     changed, stored = [], None
     try:
@@ -121,6 +122,23 @@ def reject_changes(spaces: Sequence[Space]) -> Iterator[None]:
         raise CannotCompileError("the step draws random numbers from Python or numpy, and not from torch")
     if stored is not None:
         raise stored
+
+
+@contextmanager
+def undo_if_rejected(spaces: Sequence[Space]) -> Iterator[None]:
+    """Undo changes to objects if the step inside is rejected: the trainer then computes the same batch again."""
+    before = _contents(spaces)
+    try:
+        yield
+    except CannotCompileError:
+        for _, space, old in before:
+            _undo_changes(space, old)
+        raise
+
+
+def _contents(spaces: Sequence[Space]) -> list[tuple[str, MutableMapping[str, Any], dict[str, Any]]]:
+    """Return the owner, the space, and its present values with copies of containers, for each space."""
+    return [(owner, space, {name: (it, _content(it)) for name, it in space.items()}) for owner, space in spaces]
 
 
 def attribute_spaces(owners: Iterable[Any], modules: Iterable[nn.Module] = ()) -> list[Space]:
@@ -148,8 +166,20 @@ def _generator_states() -> tuple[Any, ...]:
 
 
 def _content(value: Any) -> Any:
-    """Return a copy of a list or a dictionary, which its owner could change; None for all else."""
-    return value.copy() if isinstance(value, (list, dict)) else None
+    """Return a copy of a container, which its owner could change; None for all else."""
+    return value.copy() if isinstance(value, (list, dict, set, deque)) else None
+
+
+def _has_changed(container: Any, before: Any) -> bool:
+    """Return whether a container has more or fewer entries than before, or another tensor as an entry."""
+    if len(container) != len(before):
+        return True
+    if isinstance(container, dict):
+        return any(isinstance(it, Tensor) and it is not before.get(name) for name, it in container.items())
+    # The order of a set may change, and its entries are hashed by identity.
+    if isinstance(container, set):
+        return False
+    return any(isinstance(it, Tensor) and it is not old for it, old in zip(container, before, strict=True))
 
 
 def _undo_changes(space: MutableMapping[str, Any], old: Mapping[str, Any]) -> list[str]:
@@ -157,9 +187,9 @@ def _undo_changes(space: MutableMapping[str, Any], old: Mapping[str, Any]) -> li
     changed = []
     for name, value in list(space.items()):
         earlier, content = old.get(name, (None, None))
-        if value is earlier and content is not None and len(value) != len(content):
+        if value is earlier and content is not None and _has_changed(value, content):
             value.clear()
-            value.extend(content) if isinstance(value, list) else value.update(content)
+            value.update(content) if isinstance(value, (dict, set)) else value.extend(content)
         elif (
             value is earlier
             or not isinstance(value, (Tensor, int, float, str, list, dict, tuple))

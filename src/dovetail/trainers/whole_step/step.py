@@ -6,6 +6,7 @@ import copy
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import compress
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -17,6 +18,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
 
 from dovetail.trainers.whole_step.comparing import SHARP, has_changed, run_and_compare
+from dovetail.trainers.whole_step.effects import compute_only, fill_caches
 from dovetail.trainers.whole_step.gradients import GradientBuffers
 from dovetail.trainers.whole_step.graph import Graph, Outputs, Shorter, State, buffer_place, constant_place
 from dovetail.trainers.whole_step.limits import (
@@ -28,6 +30,7 @@ from dovetail.trainers.whole_step.limits import (
     check_optimizer,
     ids,
     reject_changes,
+    undo_if_rejected,
 )
 from dovetail.trainers.whole_step.reuse import reuse_code, trace_key, with_code
 from dovetail.trainers.whole_step.rules import checked_rule, clipped, state_of
@@ -138,6 +141,8 @@ class WholeStep:
         # True if the next graph is compared with an eager step, unless this was done for equal inputs.
         self._is_unchecked = True
         self._read: Any = None
+        # The outputs of an eager step for the batch whose form was compiled last, until they are compared.
+        self._expected: Any = None
 
     @property
     def num_graphs(self) -> int:
@@ -219,7 +224,9 @@ class WholeStep:
             if not self._is_worth_a_graph(name):
                 return self._shorter(batch, leaves, *key)
             if name not in self._graphs:
-                self._graphs[name] = self._compile([batch], leaves)
+                with undo_if_rejected(self._spaces):
+                    self._expected = fill_caches(self._compute, self._root, batch, leaves)
+                    self._graphs[name] = self._compile([batch], leaves)
                 self._is_unchecked = True
                 if len(self._graphs) > _MOST_KEPT:
                     del self._graphs[next(iter(self._graphs))]
@@ -521,15 +528,9 @@ class WholeStep:
     def _compare(self, graph: Graph, batch: Any, leaves: list[Tensor]) -> list[Outputs]:
         """Make one update with a graph that is compared with `compute`."""
         tolerance = self._tolerance if self._backend == "inductor" else min(SHARP, self._tolerance)
-        return run_and_compare(graph, leaves, lambda: [self._expected(batch)], tolerance, describe=self._describe)
-
-    def _expected(self, batch: Any) -> Mapping[str, Any]:
-        """Return the outputs of `compute` for a batch, without any change."""
-        copies = {name: value.clone() for name, value in self._root.named_buffers()}
-        if not copies:
-            return self._compute(batch)
-        with _reparametrize_module(self._root, copies, tie_weights=True):
-            return self._compute(batch)
+        known, self._expected = self._expected, None
+        compute = partial(compute_only, self._compute, self._root, batch)
+        return run_and_compare(graph, leaves, lambda: [known or compute()], tolerance, describe=self._describe)
 
 
 _PARAMS, _RATE = itemgetter("params"), itemgetter("lr")
