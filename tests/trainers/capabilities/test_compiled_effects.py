@@ -186,6 +186,24 @@ def test_variables_of_a_step_have_the_values_of_eager_training(problem: Problem)
     assert trainer.context.state["num"] == 8
 
 
+@pytest.mark.parametrize("accumulation_steps", [1, 3])
+def test_a_weighted_loss_is_compiled(problem: Problem, accumulation_steps: int) -> None:
+    generator = torch.Generator().manual_seed(5)
+    batches = [(x, y, torch.rand(len(x), generator=generator)) for x, y in problem.batches[:4]]
+    settings: Any = {"class_weight": [0.5, 1.0, 2.0], "sample_weight": True, "accumulation_steps": accumulation_steps}
+
+    def trained(*, compiled: bool) -> Any:
+        trainer: Any = Trainer(problem.model(), "cpu", verbose=False, **settings)
+        trainer = CompiledTrainer(trainer, backend="eager") if compiled else trainer
+        trainer.fit(batches, max_length=Epochs(2))
+        return trainer
+
+    compiled, eager = trained(compiled=True), trained(compiled=False)
+    assert compiled.graphs == 1
+    assert compiled.history.losses == pytest.approx(eager.history.losses, rel=1e-6)
+    torch.testing.assert_close(compiled.model.state_dict(), eager.model.state_dict(), rtol=0, atol=2e-6)
+
+
 # ------------------------------------------------------------------ caches
 
 

@@ -399,10 +399,8 @@ class Compiled(Capability):
     def _describe_step(self) -> Any:
         """Return the inputs of the step that are not tensors, for trainers that share compiled code; None if unknown.
 
-        Those of the parts, and the configuration, which may differ between many short runs.
-
-        A module of the user counts as known by its class and attributes: the first loss of every graph is compared
-        with an eager one in each trainer.
+        Those of the parts, and the configuration, which may differ between many short runs. A module of the user counts
+        as known by its code and attributes: the first loss of a graph is compared with an eager one, in each trainer.
         """
         context, options = self.context, self.options
         assert context.run.trainer is not None
@@ -481,6 +479,9 @@ class Compiled(Capability):
         """Return the output of the inner layers' `train_step`, without its side effects on the context."""
         context = self.context
         shared = {name: context.state[name] for name in _SHARED if name in context.state}
+        # The weighted loss notes the items of its batch, which are an output of the step, too.
+        weighted: Any = getattr(self.core, "_weighted", None)
+        items = weighted and weighted.num_items
         trainer, context.run.trainer = context.run.trainer, cast(Trainer, _NoVerbs())
         progress, context.progress = context.progress, cast(Progress, NoCounters(context.progress))
         try:
@@ -488,6 +489,8 @@ class Compiled(Capability):
                 return super().train_step(batch)
         finally:
             context.run.trainer, context.progress = trainer, progress
+            if weighted is not None:
+                weighted.num_items = items
             for name in _SHARED:
                 context.state.pop(name, None)
             context.state.update(shared)
