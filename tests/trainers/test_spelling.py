@@ -241,6 +241,22 @@ def test_a_changed_global_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     assert with_code(None) is None
 
 
+def test_functions_of_torch_that_the_user_replaces_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers: list[Any] = [nn.ReLU, lambda it: (torch.nn.functional.gelu(it), FACTOR)]
+    texts = [spell([it]) for it in layers]
+    for factor in (2.0, 3.0):
+
+        def replaced(*args: Any, factor: float = factor) -> float:
+            return factor
+
+        monkeypatch.setattr(nn.ReLU, "forward", replaced)
+        monkeypatch.setattr(torch.nn.functional, "gelu", replaced)
+        texts += [spell([it]) for it in layers]
+    assert None not in texts
+    assert len({"\n".join(it or ()) for it in texts}) == 6
+    assert any("float 1.0" in it for it in texts[1] or ())
+
+
 class Sizes(NamedTuple):
     width: int
     depth: int = 2

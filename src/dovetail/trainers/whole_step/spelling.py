@@ -10,6 +10,7 @@ from abc import ABCMeta
 from collections import namedtuple
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
+from itertools import islice
 from operator import attrgetter
 from types import BuiltinFunctionType, CodeType, FunctionType, GetSetDescriptorType, MemberDescriptorType, ModuleType
 from typing import Any
@@ -142,7 +143,11 @@ class _Speller:
             # Some have a name that is not in the module, such as the class of None.
             self.parts.append(f"class {kind.__name__}")
             return
-        if self._is_named(kind, kind.__module__, kind.__qualname__) or not self._is_new(kind, is_made=is_made):
+        if self._is_named(kind, kind.__module__, kind.__qualname__):
+            if _is_replaced(vars(kind).get("forward")):
+                self.value(kind.forward)
+            return
+        if not self._is_new(kind, is_made=is_made):
             return
         meta = type(kind)
         if meta not in (type, ABCMeta) and not _is_known(meta.__module__):
@@ -192,16 +197,16 @@ class _Speller:
                 self.parts.append(repr(constant))
             else:
                 self.value(constant)
-        instructions = (it for it in dis.get_instructions(code) if it.opname != "EXTENDED_ARG")
-        for instruction in instructions:
+        instructions = [it for it in dis.get_instructions(code) if it.opname != "EXTENDED_ARG"]
+        for number, instruction in enumerate(instructions, start=1):
             is_foreign = instruction.opname == "IMPORT_NAME" and not _is_known(instruction.argval)
             if is_foreign or instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
                 raise UnknownTextError(instruction.argval)
             if instruction.opname in _GLOBALS:
-                self._global(instruction.argval, names, instructions)
+                self._global(instruction.argval, names, islice(instructions, number, None))
 
     def _global(self, name: str, names: Mapping[str, Any], following: Iterator[dis.Instruction]) -> None:
-        """Append what a global name stands for; if it is a module of the user, what is read from that."""
+        """Append what a global name stands for; if it is a module, also what is read from it."""
         if name not in names:
             # It is a builtin, or missing.
             self.parts.append(f"name {name}")
@@ -209,14 +214,22 @@ class _Speller:
                 self.value(getattr(builtins, name))
             return
         value = names[name]
-        while isinstance(value, ModuleType) and not _is_known(value.__name__):
-            instruction = next(following, None)
-            if instruction is None or instruction.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
-                raise UnknownTextError(value.__name__)
-            if instruction.argval not in vars(value):
-                raise UnknownTextError(instruction.argval)
-            value = vars(value)[instruction.argval]
         self.parts.append(f"name {name}")
+        while isinstance(value, ModuleType):
+            instruction = next(following, None)
+            is_read = instruction is not None and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD")
+            is_found = instruction is not None and is_read and instruction.argval in vars(value)
+            if _is_known(value.__name__):
+                self.value(value)
+                if instruction is None or not is_found:
+                    return
+                value = vars(value)[instruction.argval]
+                if type(value) is not ModuleType and not _is_replaced(value):
+                    return
+            elif instruction is None or not is_found:
+                raise UnknownTextError(value.__name__ if instruction is None else str(instruction.argval))
+            else:
+                value = vars(value)[instruction.argval]
         if isinstance(value, type):
             # It may be called.
             self._class(value, is_made=True)
@@ -229,6 +242,11 @@ def _is_generated(name: str, value: Any) -> bool:
     if type(value) is not FunctionType or not name.startswith("__"):
         return False
     return value.__code__.co_filename == "<string>" or value.__globals__.get("__name__") in ("dataclasses", "reprlib")
+
+
+def _is_replaced(value: Any) -> bool:
+    """Return whether a function in known code has been replaced by one of the user."""
+    return type(value) is FunctionType and not _is_known(str(value.__globals__.get("__name__")))
 
 
 def _is_of_tuple(value: Any) -> bool:
