@@ -51,7 +51,7 @@ class Result:
     logits: torch.Tensor
     weight: float = 0.5
 
-    def __hash__(self):
+    def __call__(self):
         return 3
 
 
@@ -102,7 +102,8 @@ def text_of_model(change: tuple[str, str] = ("", "")) -> str | None:
         for name, module in modules.items():
             patch.setitem(sys.modules, name, module)
         exec(LAYERS.replace(*change), vars(inner))
-        exec(compile(SOURCE.replace(*change), "user.py", "exec"), vars(user))
+        # The name of the file of a program of `python -c`.
+        exec(compile(SOURCE.replace(*change), "<string>", "exec"), vars(user))
     parts = spell(read_by(user.Model(), frozenset(), trusts_code=True))
     return None if parts is None else "\n".join(parts)
 

@@ -239,7 +239,8 @@ class _Speller:
 
 def _is_generated(name: str, value: Any) -> bool:
     """Return whether `dataclass` has made a method from the fields of a class; its code has no file."""
-    if type(value) is not FunctionType or not name.startswith("__"):
+    # A program of `python -c` has no file either.
+    if type(value) is not FunctionType or name not in _OF_FIELDS:
         return False
     return value.__code__.co_filename == "<string>" or value.__globals__.get("__name__") in ("dataclasses", "reprlib")
 
@@ -279,6 +280,13 @@ _MADE_BY_PYTHON = 1 << 9
 _OPEN = frozenset({"__import__", "compile", "eval", "exec", "globals", "input", "locals", "open"})
 # Attributes by which code reads other code: operations that the user has registered, and globals of functions.
 _HIDING = frozenset({"ops", "__globals__", "__builtins__", "__code__"})
+# Methods that `dataclass` writes.
+_OF_FIELDS = frozenset(
+    {
+        *("__init__", "__repr__", "__eq__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__replace__"),
+        *("__setattr__", "__delattr__", "__getstate__", "__setstate__"),
+    }
+)
 # Instructions that read a global name.
 _GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
 # Attributes of every class that do not change what its methods compute.
