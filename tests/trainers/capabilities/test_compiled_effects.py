@@ -348,11 +348,34 @@ class Strengthen(Callback):
         context.model.strength = 0.5 * context.progress.epoch
 
 
-def test_an_attribute_that_changes_only_gradients_ends_the_use_of_the_graph(problem: Problem) -> None:
+def test_an_attribute_that_changes_only_gradients_twice_ends_the_use_of_the_graph(problem: Problem) -> None:
     with pytest.warns(UserWarning, match="a setting of the model, its loss or the configuration has changed"):
         compiled = train_reversed(problem, Strengthen())
     eager = train_reversed(problem, Strengthen(), compiled=False)
     torch.testing.assert_close(compiled.model.state_dict(), eager.model.state_dict(), rtol=0, atol=2e-6)
+
+
+class Remembering(nn.Module):
+    """A module that keeps its last input in a validation."""
+
+    last: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.last = nn.Linear(6, 3), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            self.last = x
+        logits: Tensor = self.linear(x)
+        return logits
+
+
+def test_an_attribute_that_a_validation_sets_keeps_the_run_compiled(problem: Problem) -> None:
+    trainer: Any = CompiledTrainer(Trainer(Remembering(), "cpu", verbose=False), backend="eager")
+    # Warnings are errors.
+    trainer.fit(problem.batches[:4], problem.batches[4:5], max_length=Epochs(3))
+    assert trainer.graphs == 1
 
 
 def test_a_changed_attribute_gets_another_graph_in_the_next_run(problem: Problem) -> None:

@@ -141,6 +141,8 @@ class WholeStep:
         # True if the next graph is compared with an eager step, unless this was done for equal inputs.
         self._is_unchecked = True
         self._read: Any = None
+        # True if a graph of this run was replaced because the description of the step has changed.
+        self._has_replaced = False
         # The outputs of an eager step for the batch whose form was compiled last, until they are compared.
         self._expected: Any = None
 
@@ -164,7 +166,7 @@ class WholeStep:
                 lengths: full batches share one graph, and all shorter batches another one.
         """
         self._seen, self._compiled, self._previous, self._last = {}, set(), "", None
-        self._is_among_many = is_among_many
+        self._is_among_many, self._has_replaced = is_among_many, False
 
     def adopt(self, modules: Sequence[nn.Module], optimizer: Optimizer) -> bool:
         """Continue with another optimizer, and return whether its kind, modules and parameters are the same.
@@ -207,6 +209,12 @@ class WholeStep:
                 again. None if they are unknown.
         """
         self._is_unchecked, self._read = True, read
+        # Once in a run, because compiling takes seconds: a validation may set an attribute for the first time.
+        if not self._is_among_many and not self._has_replaced:
+            old = [name for name, graph in self._graphs.items() if has_changed(graph, self._describe)]
+            for name in old:
+                del self._graphs[name]
+            self._has_replaced, self._last = bool(old), None if old else self._last
 
     def __call__(self, batch: Any) -> Outputs | None:
         """Make one update and return the detached outputs; None for a batch whose form has no graph yet.
@@ -240,7 +248,7 @@ class WholeStep:
                 (outputs,) = self._compare(graph, batch, leaves)
                 graph.read = self._read
                 return outputs
-        return _named(graph, leaves)
+        return graph.output(leaves)
 
     def several(self, batches: Sequence[Any]) -> list[Outputs] | None:
         """Make one update for each of some batches in one call of a graph, and return the outputs of each.
@@ -323,7 +331,7 @@ class WholeStep:
             return None
         self._refresh(graph)
         if shorter.is_proven:
-            return _named(graph, leaves)
+            return graph.output(leaves)
         try:
             (outputs,) = self._compare(graph, batch, leaves)
         except CannotCompileError:
@@ -535,8 +543,3 @@ class WholeStep:
 
 _PARAMS, _RATE = itemgetter("params"), itemgetter("lr")
 _TRAINING, _REQUIRES_GRAD = attrgetter("training"), attrgetter("requires_grad")
-
-
-def _named(graph: Graph, leaves: list[Tensor]) -> Outputs:
-    """Make the update of one batch, and return its outputs."""
-    return dict(zip(graph.names, graph.run(leaves)), **graph.fixed)  # noqa: B905 - `strict` costs time at every step
