@@ -42,7 +42,7 @@ def loss_of(trainer: Any, batch: Any) -> Tensor:
 
 def weigh_by_update(trainer: Any, batch: Any) -> Tensor:
     # The loss changes by less than 0.1 %, so a comparison would not find it.
-    weight = 1e-5 * trainer.context.progress.updates
+    weight: float = 1e-5 * trainer.context.progress.updates
     penalty: Tensor = trainer.model(batch[0]).square().mean()
     return loss_of(trainer, batch) + weight * penalty
 
@@ -308,7 +308,7 @@ class Reverse(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         return -ctx.strength * gradient, None
 
 
