@@ -61,6 +61,17 @@ def recompute(trainer: Any, batch: Any) -> Tensor:
     return cross_entropy(hidden, batch[1])
 
 
+def add_gradients(trainer: Any, batch: Any) -> Tensor:
+    penalty: Any = 0.1 * trainer.model(batch[0]).square().mean()
+    penalty.backward()
+    return loss_of(trainer, batch)
+
+
+def change_rate(trainer: Any, batch: Any) -> Tensor:
+    trainer.context.optimizers[0].param_groups[0]["lr"] *= 0.9
+    return loss_of(trainer, batch)
+
+
 def with_generator() -> Step:
     generator = torch.Generator().manual_seed(5)
     return lambda trainer, batch: loss_of(trainer, batch) * torch.rand((), generator=generator)
@@ -95,6 +106,8 @@ def with_inner_list() -> Step:
         ("draws random numbers from Python or numpy", lambda: weigh_by_python),
         ("computes activations again in the backward pass", lambda: recompute),
         ("the step uses a Generator", with_generator),
+        ("the step adds gradients by itself", lambda: add_gradients),
+        ("the step changes Adam.lr", lambda: change_rate),
         ("the step changes step.seen", with_list),
         ("the step stores a tensor", with_inner_list),
     ],
@@ -202,6 +215,43 @@ def test_a_weighted_loss_is_compiled(problem: Problem, accumulation_steps: int) 
     assert compiled.graphs == 1
     assert compiled.history.losses == pytest.approx(eager.history.losses, rel=1e-6)
     torch.testing.assert_close(compiled.model.state_dict(), eager.model.state_dict(), rtol=0, atol=2e-6)
+
+
+# ------------------------------------------------------------------ changes in place
+
+
+class InPlace(nn.Module):
+    """A module that changes its input, a frozen copy of a layer, a trained weight and a tensor in every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(6, 3), nn.Linear(6, 3).requires_grad_(False)
+        self.scale, self.decay = nn.Parameter(torch.ones(6)), torch.ones(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for slow, fast in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                slow.lerp_(fast, 0.1)
+            self.scale.mul_(0.9)
+        self.decay.mul_(0.9)
+        x.mul_(0.5)
+        logits: Tensor = self.student(x * self.scale) + self.teacher(x * self.decay)
+        return logits
+
+
+def test_changes_in_place_are_made_once(problem: Problem) -> None:
+    def trained(*, compiled: bool) -> Any:
+        torch.manual_seed(1)
+        trainer: Any = Trainer(InPlace(), "cpu", verbose=False, learning_rate=0.1)
+        trainer = CompiledTrainer(trainer, backend="eager") if compiled else trainer
+        for epoch in (1, 2):
+            trainer.fit([(x.clone(), y) for x, y in problem.batches[:4]], max_length=Epochs(epoch))
+        return trainer
+
+    compiled, eager = trained(compiled=True), trained(compiled=False)
+    assert compiled.graphs == 1
+    torch.testing.assert_close(compiled.model.state_dict(), eager.model.state_dict(), rtol=0, atol=2e-6)
+    torch.testing.assert_close(compiled.model.decay, eager.model.decay)
 
 
 # ------------------------------------------------------------------ caches

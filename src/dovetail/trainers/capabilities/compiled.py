@@ -316,6 +316,7 @@ class Compiled(Capability):
         owners = (*layers(context.run.trainer), *with_parts(self.strategies))
         spaces = attribute_spaces(owners, (part for module in modules for part in module.modules()))
         spaces.append(("context.state", context.state))
+        spaces += [(type(it).__name__, group) for it in context.optimizers for group in it.param_groups]
         own = (vars(it).get(name) for it in layers(context.run.trainer) for name in ("train_step", "_train_step"))
         spaces += variable_spaces((*own, self.criterion), modules)
         precision = None if context.precision is None else context.precision.dtype

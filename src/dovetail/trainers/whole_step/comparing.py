@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dovetail import accelerators
 from dovetail.trainers.whole_step.graph import Graph, Outputs
-from dovetail.trainers.whole_step.limits import CannotCompileError, first_line
+from dovetail.trainers.whole_step.limits import CannotCompileError, first_line, remember_values
 
 # The relative difference between the losses of a graph in float32 and of an eager step that is due to rounding.
 SHARP = 1e-3
@@ -49,15 +49,17 @@ def run_and_compare(
     written = graph.written()
     restore_randomness = remember_randomness([*written, *leaves])
     before = [value.detach().clone() for value in written]
+    # A step may also change these in place.
+    restore_rest = remember_values([*graph.constants, *leaves])
 
-    def restore(*, weights: bool = True) -> None:
+    def restore() -> None:
         restore_randomness()
-        if weights:
-            with torch.no_grad():
-                torch._foreach_copy_(written, before)
+        with torch.no_grad():
+            torch._foreach_copy_(written, before)
+        restore_rest()
 
     expected = expect()
-    restore(weights=changes)
+    restore()
 
     def agree(outputs: list[Outputs], tolerance: float) -> bool:
         pairs = zip(outputs, expected, strict=True)

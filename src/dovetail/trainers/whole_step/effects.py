@@ -16,11 +16,20 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from dovetail.trainers.whole_step.comparing import remember_randomness
-from dovetail.trainers.whole_step.limits import CannotCompileError, Space, TraceError, attribute_spaces, first_line
+from dovetail.trainers.whole_step.limits import (
+    CannotCompileError,
+    Space,
+    TraceError,
+    attribute_spaces,
+    first_line,
+    remember_values,
+)
+from dovetail.trainers.whole_step.tracing import with_tensors
 
 
-def compute_only(compute: Callable[[Any], Any], root: nn.Module, batch: Any) -> Any:
-    """Return the outputs of a step for a batch, without a change of the buffers of its modules."""
+def compute_only(compute: Callable[[Any], Any], root: nn.Module, batch: Any, leaves: Sequence[Tensor]) -> Any:
+    """Return the outputs of a step for a batch, without a change of its tensors and of the buffers of its modules."""
+    batch = with_tensors(batch, iter([it.clone() for it in leaves]))
     copies = {name: value.clone() for name, value in root.named_buffers()}
     if not copies:
         return compute(batch)
@@ -28,8 +37,10 @@ def compute_only(compute: Callable[[Any], Any], root: nn.Module, batch: Any) -> 
         return compute(batch)
 
 
-def fill_caches(compute: Callable[[Any], Any], root: nn.Module, batch: Any, leaves: Sequence[Tensor]) -> Any:
-    """Return the outputs of an eager step before its trace, without using random numbers.
+def fill_caches(
+    compute: Callable[[Any], Any], root: nn.Module, batch: Any, leaves: Sequence[Tensor], spaces: Sequence[Space]
+) -> Any:
+    """Return the outputs of an eager step before its trace, without using random numbers or changing tensors.
 
     Code of the user may create tensors in its first call and keep them, such as the tables of a rotary embedding. If
     the trace made this call, they would be tensors without data, and every later step would fail.
@@ -39,23 +50,34 @@ def fill_caches(compute: Callable[[Any], Any], root: nn.Module, batch: Any, leav
         root: Its modules.
         batch: The batch.
         leaves: The tensors of the batch.
+        spaces: Names and attributes of objects whose tensors the step may change in place.
 
     Raises:
-        CannotCompileError: The step draws from a `torch.Generator`, which would draw twice.
+        CannotCompileError: The step draws from a `torch.Generator`, which would draw twice, or calls `backward`.
         TraceError: The step raises an error.
     """
-    restore = remember_randomness([*root.parameters(), *leaves])
-    numbers = random.getstate(), np.random.get_state()
+    parameters = [*root.parameters()]
+    restore_randomness = remember_randomness([*parameters, *leaves])
+    held = (it for _, space in spaces for it in space.values() if isinstance(it, Tensor))
+    restore_values = remember_values([*parameters, *held])
+    gradients, numbers = [it.grad for it in parameters], (random.getstate(), np.random.get_state())
+    for parameter in parameters:
+        parameter.grad = None
     try:
         with _RejectGenerators():
-            outputs = compute_only(compute, root, batch)
+            outputs = compute_only(compute, root, batch, leaves)
+        if any(it.grad is not None for it in parameters):
+            raise CannotCompileError("the step adds gradients by itself, by backward")
     except CannotCompileError:
         raise
     except Exception as error:
         # The eager step that follows raises it again.
         raise TraceError(f"the step cannot be traced ({first_line(error)})") from error
     finally:
-        restore()
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        restore_values()
+        restore_randomness()
         random.setstate(numbers[0])
         np.random.set_state(numbers[1])
     if not isinstance(outputs, Mapping):

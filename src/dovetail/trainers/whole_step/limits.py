@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -100,6 +100,8 @@ def check_memory(tensors: Sequence[Tensor]) -> None:
 def reject_changes(spaces: Sequence[Space]) -> Iterator[None]:
     """Undo changes that a trace makes to objects that it should only read, and raise."""
     before = _contents(spaces)
+    # A trace computes the changes in place of a tensor that is no input.
+    restore = remember_values(it for _, space in spaces for it in space.values() if isinstance(it, Tensor))
     generators, numbers = _generator_states(), (random.getstate(), np.random.get_state())
     changed, stored = [], None
     try:
@@ -108,6 +110,7 @@ def reject_changes(spaces: Sequence[Space]) -> Iterator[None]:
         # The name of the attribute, if it is one, says more.
         stored = error
     finally:
+        restore()
         # Also after an error: the step is then computed eagerly, from the same values.
         for owner, space, old in before:
             changed += [f"{owner}.{name}" for name in _undo_changes(space, old)]
@@ -139,6 +142,20 @@ def undo_if_rejected(spaces: Sequence[Space]) -> Iterator[None]:
 def _contents(spaces: Sequence[Space]) -> list[tuple[str, MutableMapping[str, Any], dict[str, Any]]]:
     """Return the owner, the space, and its present values with copies of containers, for each space."""
     return [(owner, space, {name: (it, _content(it)) for name, it in space.items()}) for owner, space in spaces]
+
+
+def remember_values(tensors: Iterable[Tensor]) -> Callable[[], None]:
+    """Return a function that restores the present values of some tensors, if they have changed."""
+    before = [(it, it.detach().clone()) for it in tensors if it.device.type != "meta"]
+
+    def restore() -> None:
+        with torch.no_grad():
+            for it, value in before:
+                # An expanded tensor cannot be written to.
+                if it.shape == value.shape and not torch.equal(it, value):
+                    it.copy_(value)
+
+    return restore
 
 
 def attribute_spaces(owners: Iterable[Any], modules: Iterable[nn.Module] = ()) -> list[Space]:

@@ -233,7 +233,7 @@ class WholeStep:
                 return self._shorter(batch, leaves, *key)
             if name not in self._graphs:
                 with undo_if_rejected(self._spaces):
-                    self._expected = fill_caches(self._compute, self._root, batch, leaves)
+                    self._expected = fill_caches(self._compute, self._root, batch, leaves, self._spaces)
                     self._graphs[name] = self._compile([batch], leaves)
                 self._is_unchecked = True
                 if len(self._graphs) > _MOST_KEPT:
@@ -537,7 +537,7 @@ class WholeStep:
         """Make one update with a graph that is compared with `compute`."""
         tolerance = self._tolerance if self._backend == "inductor" else min(SHARP, self._tolerance)
         known, self._expected = self._expected, None
-        compute = partial(compute_only, self._compute, self._root, batch)
+        compute = partial(compute_only, self._compute, self._root, batch, leaves)
         return run_and_compare(graph, leaves, lambda: [known or compute()], tolerance, describe=self._describe)
 
 
