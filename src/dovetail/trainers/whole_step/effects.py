@@ -22,6 +22,7 @@ from dovetail.trainers.whole_step.limits import (
     TraceError,
     attribute_spaces,
     first_line,
+    held_tensors,
     remember_values,
 )
 from dovetail.trainers.whole_step.tracing import with_tensors
@@ -58,8 +59,7 @@ def fill_caches(
     """
     parameters = [*root.parameters()]
     restore_randomness = remember_randomness([*parameters, *leaves])
-    held = (it for _, space in spaces for it in space.values() if isinstance(it, Tensor))
-    restore_values = remember_values([*parameters, *held])
+    restore_values = remember_values([*parameters, *held_tensors(spaces)])
     gradients, numbers = [it.grad for it in parameters], (random.getstate(), np.random.get_state())
     for parameter in parameters:
         parameter.grad = None

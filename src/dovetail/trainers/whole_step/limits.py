@@ -101,7 +101,7 @@ def reject_changes(spaces: Sequence[Space]) -> Iterator[None]:
     """Undo changes that a trace makes to objects that it should only read, and raise."""
     before = _contents(spaces)
     # A trace computes the changes in place of a tensor that is no input.
-    restore = remember_values(it for _, space in spaces for it in space.values() if isinstance(it, Tensor))
+    restore = remember_values(held_tensors(spaces))
     generators, numbers = _generator_states(), (random.getstate(), np.random.get_state())
     changed, stored = [], None
     try:
@@ -142,6 +142,18 @@ def undo_if_rejected(spaces: Sequence[Space]) -> Iterator[None]:
 def _contents(spaces: Sequence[Space]) -> list[tuple[str, MutableMapping[str, Any], dict[str, Any]]]:
     """Return the owner, the space, and its present values with copies of containers, for each space."""
     return [(owner, space, {name: (it, _content(it)) for name, it in space.items()}) for owner, space in spaces]
+
+
+def held_tensors(spaces: Sequence[Space]) -> Iterator[Tensor]:
+    """Return the tensors among attributes and variables that a step may change in place."""
+    for value in (it for _, space in spaces for it in space.values()):
+        is_plain = type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided
+        if is_plain and value.nbytes <= _MOST_BYTES:
+            yield value
+
+
+# A larger tensor is probably a dataset, and a copy of it may not fit into memory.
+_MOST_BYTES = 2**28
 
 
 def remember_values(tensors: Iterable[Tensor]) -> Callable[[], None]:
