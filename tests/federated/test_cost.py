@@ -162,16 +162,28 @@ def test_a_graph_reads_the_per_client_tensors_of_a_strategy() -> None:
 
 
 def test_a_tensor_with_an_unknown_holder_makes_later_clients_eager() -> None:
-    weight = torch.tensor([1.0, 2.0, 3.0])
+    weight, held = torch.tensor([1.0, 2.0, 3.0]), [[torch.tensor([1.0, 2.0, 3.0])]]
 
     def weighted(outputs: Tensor, labels: Tensor) -> Tensor:
         return nn.functional.cross_entropy(outputs, labels, weight)
 
+    def weighted_by_held(outputs: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs, labels, held[0][0])
+
     model, data = make_model(), Sizes(24, 24)
-    client = make_client(data, model, CompiledTrainer(make_trainer(loss_strategy=weighted), backend="eager"))
-    ask(client, model, 1)
+
+    def ask_two(loss: Any) -> Any:
+        client = make_client(data, model, CompiledTrainer(make_trainer(loss_strategy=loss), backend="eager"))
+        ask(client, model, 1)
+        weight.copy_(torch.tensor([3.0, 2.0, 1.0]))
+        held[0][0] = weight
+        return ask(client, model, 2).delta
+
     with pytest.warns(UserWarning, match="model, batch and strategies do not have in the same form"):
-        ask(client, model, 2)
+        expected = ask_two(weighted_by_held)
+    weight.copy_(torch.tensor([1.0, 2.0, 3.0]))
+    # Warnings are errors: the graph of the first client reads the variable.
+    torch.testing.assert_close(ask_two(weighted), expected, rtol=0, atol=1e-6)
 
 
 class Steeper(Callback):
@@ -186,7 +198,7 @@ def test_a_layer_changed_for_a_client_is_detected_every_time() -> None:
     model, data = nn.Sequential(nn.Linear(4, 5), nn.LeakyReLU(), nn.Linear(5, 3)), Sizes(24, 24)
     eager = make_client(data, model, make_trainer(callbacks=[Steeper()]))
     compiled = make_client(data, model, CompiledTrainer(make_trainer(callbacks=[Steeper()]), backend="eager"))
-    with pytest.warns(UserWarning, match="changes from call to call"):
+    with pytest.warns(UserWarning, match="a setting of the model, its loss or the configuration has changed"):
         found = [ask(compiled, model, client_id).delta for client_id in (1, 2, 2, 1, 2)]
     expected = [ask(eager, model, client_id).delta for client_id in (1, 2, 2, 1, 2)]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)

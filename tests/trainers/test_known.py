@@ -69,6 +69,45 @@ def test_plain_settings_of_a_module_of_the_user_are_described(make: Any) -> None
         read_by(make(3), KNOWN)
 
 
+class Entries(dict[str, int]):
+    scale: float
+
+
+class OtherEntries(dict[str, int]):
+    pass
+
+
+class OwnAttributes(dict[str, int]):
+    def __init__(self, **entries: int) -> None:
+        super().__init__(entries)
+        self.__dict__ = self  # type: ignore[assignment]
+
+
+def test_the_class_and_the_attributes_of_a_dictionary_are_described() -> None:
+    def described(kind: Any, **attributes: float) -> Any:
+        entries = kind(width=3)
+        vars(entries).update(attributes)
+        return read_by(entries, KNOWN, trusts_code=True)
+
+    found = [described(Entries), described(OtherEntries), described(Entries, scale=1.0), described(Entries, scale=2.0)]
+    assert all(found.count(it) == 1 for it in found)
+    assert described(Entries, scale=2.0) == found[-1]
+    assert described(OwnAttributes) == described(OwnAttributes)
+
+
+@dataclass
+class Lazy:
+    width: int
+    table: Any = field(init=False)
+
+
+def test_a_field_that_was_not_set_yet_is_described() -> None:
+    settings = Lazy(3)
+    before = read_by(settings, KNOWN, trusts_code=True)
+    settings.table = 1.0
+    assert read_by(settings, KNOWN, trusts_code=True) != before
+
+
 def test_an_object_that_contains_itself_is_unknown() -> None:
     layer, settings = Own(), Settings(3)
     layer.parents, vars(settings)["all"] = [layer], [settings]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -249,6 +250,16 @@ def test_a_changed_setting_of_the_compiler_gets_its_own_code(problem: Problem) -
     with config.patch(post_grad_custom_pre_pass=lambda graph: None):
         train(problem, compiled, {})
     assert len(_SHARED) == 2
+
+
+def test_an_autocast_around_a_run_gets_its_own_code(problem: Problem) -> None:
+    _SHARED.clear()
+    for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
+        with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32), warnings.catch_warnings():
+            # Roundings in a low precision may end the use of the graph.
+            warnings.simplefilter("ignore")
+            train(problem, compiled, {})
+        assert len(_SHARED) == number + 1
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from functools import partial
 from itertools import islice
 from typing import Any, Literal, cast
 
@@ -52,6 +53,7 @@ from dovetail.trainers.whole_step import (
     attribute_spaces,
     check_compiler,
     read_by,
+    variable_spaces,
 )
 from dovetail.units import Epochs, Progress, Tokens, TrainUnit
 
@@ -314,6 +316,9 @@ class Compiled(Capability):
         owners = (*layers(context.run.trainer), *with_parts(self.strategies))
         spaces = attribute_spaces(owners, (part for module in modules for part in module.modules()))
         spaces.append(("context.state", context.state))
+        spaces += [(type(it).__name__, group) for it in context.optimizers for group in it.param_groups]
+        own = (vars(it).get(name) for it in layers(context.run.trainer) for name in ("train_step", "_train_step"))
+        spaces += variable_spaces((*own, self.criterion), modules)
         precision = None if context.precision is None else context.precision.dtype
         # Compiled code is rounded to a low precision less often than eager operations. Roundings are independent, so
         # 256 of them, each of at most half an epsilon, change a loss by 16 halves: eight epsilons.
@@ -395,8 +400,8 @@ class Compiled(Capability):
     def _describe_step(self) -> Any:
         """Return the inputs of the step that are not tensors, for trainers that share compiled code; None if unknown.
 
-        A module of the user counts as known by its class and attributes: the first loss of every graph is compared
-        with an eager one in each trainer.
+        Those of the parts, and the configuration, which may differ between many short runs. A module of the user counts
+        as known by its code and attributes: the first loss of a graph is compared with an eager one, in each trainer.
         """
         context, options = self.context, self.options
         assert context.run.trainer is not None
@@ -409,8 +414,8 @@ class Compiled(Capability):
         # Values that determine the length of a run and its rates, which are inputs of the graph.
         config = {name: value for name, value in context.config.items() if name not in ("epochs", "batch_size", "lr")}
         try:
-            parts = (context.model, self.criterion, self.strategies.training_step, config)
-            return list(map(type, stack)), precision, read_by(parts, _KNOWN, trusts_code=True)
+            parts, read = (context.model, self.criterion, self.strategies.training_step), partial(read_by, known=_KNOWN)
+            return (list(map(type, stack)), precision, read(parts, trusts_code=True)), read(config, trusts_code=True)
         except UnknownError:
             return None
 
@@ -475,6 +480,9 @@ class Compiled(Capability):
         """Return the output of the inner layers' `train_step`, without its side effects on the context."""
         context = self.context
         shared = {name: context.state[name] for name in _SHARED if name in context.state}
+        # The weighted loss notes the items of its batch, which are an output of the step, too.
+        weighted: Any = getattr(self.core, "_weighted", None)
+        items = weighted and weighted.num_items
         trainer, context.run.trainer = context.run.trainer, cast(Trainer, _NoVerbs())
         progress, context.progress = context.progress, cast(Progress, NoCounters(context.progress))
         try:
@@ -482,6 +490,8 @@ class Compiled(Capability):
                 return super().train_step(batch)
         finally:
             context.run.trainer, context.progress = trainer, progress
+            if weighted is not None:
+                weighted.num_items = items
             for name in _SHARED:
                 context.state.pop(name, None)
             context.state.update(shared)

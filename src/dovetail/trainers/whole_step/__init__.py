@@ -6,6 +6,7 @@ can alternate at any step.
 """
 
 from dovetail.trainers.whole_step.comparing import SHARP
+from dovetail.trainers.whole_step.effects import variable_spaces
 from dovetail.trainers.whole_step.gradients import GradientBuffers
 from dovetail.trainers.whole_step.graph import Outputs
 from dovetail.trainers.whole_step.known import UnknownError, read_by
@@ -26,4 +27,5 @@ __all__ = [
     "attribute_spaces",
     "check_compiler",
     "read_by",
+    "variable_spaces",
 ]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dovetail import accelerators
 from dovetail.trainers.whole_step.graph import Graph, Outputs
-from dovetail.trainers.whole_step.limits import CannotCompileError, first_line
+from dovetail.trainers.whole_step.limits import CannotCompileError, first_line, remember_values
 
 # The relative difference between the losses of a graph in float32 and of an eager step that is due to rounding.
 SHARP = 1e-3
@@ -31,31 +31,35 @@ def run_and_compare(
 
     A step that has changed may compute a loss within the tolerance of a low precision. So the operations of the graph
     are also called one by one, with the roundings of the expected step. If only compiled code exists, because it was
-    found on disk, the description of the step is compared instead.
+    found on disk, the configuration of the step is compared instead. The description of its parts is always compared,
+    because a change may affect only the gradients.
 
     Args:
         graph: The graph to run.
         leaves: The tensors of its batches.
         expect: Returns the expected outputs.
         tolerance: The relative difference of a loss that is due to rounding in compiled code.
-        describe: Returns all inputs of the step besides tensors, or None if they are unknown.
+        describe: Returns all inputs of the step besides tensors, or None if they are unknown: those of its parts, its
+            configuration, and the text of its code.
         changes: True if `expect` makes updates.
     """
-    if tolerance > SHARP and graph.plain is None and describe is not None and graph.described != describe():
+    if has_changed(graph, describe, compares_configuration=tolerance > SHARP and graph.plain is None):
         raise CannotCompileError("a setting of the model, its loss or the configuration has changed")
     # Python's and numpy's generators are not needed: a step that uses them cannot be compiled.
     written = graph.written()
     restore_randomness = remember_randomness([*written, *leaves])
     before = [value.detach().clone() for value in written]
+    # A step may also change these in place.
+    restore_rest = remember_values([*graph.constants, *leaves])
 
-    def restore(*, weights: bool = True) -> None:
+    def restore() -> None:
         restore_randomness()
-        if weights:
-            with torch.no_grad():
-                torch._foreach_copy_(written, before)
+        with torch.no_grad():
+            torch._foreach_copy_(written, before)
+        restore_rest()
 
     expected = expect()
-    restore(weights=changes)
+    restore()
 
     def agree(outputs: list[Outputs], tolerance: float) -> bool:
         pairs = zip(outputs, expected, strict=True)
@@ -75,6 +79,17 @@ def run_and_compare(
         cause = "the step computes something that changes from call to call independently of its batch and weights"
     restore()
     raise CannotCompileError(cause)
+
+
+def has_changed(graph: Graph, describe: Callable[[], Any] | None, *, compares_configuration: bool = False) -> bool:
+    """Return whether the step has another description than when its graph was made; False if it had none."""
+    if describe is None or graph.described is None:
+        return False
+    parts, configuration, code = graph.described
+    now = describe()
+    if now is None or (now[0], now[2]) != (parts, code):
+        return True
+    return compares_configuration and bool(now[1] != configuration)
 
 
 def remember_randomness(tensors: Iterable[Tensor]) -> Callable[[], None]:

@@ -87,6 +87,10 @@ class Graph:
         _INCREMENT(self._changed)
         return outputs
 
+    def output(self, leaves: list[Tensor]) -> Outputs:
+        """Make the update of one batch, and return its outputs."""
+        return dict(zip(self.names, self.run(leaves)), **self.fixed)  # noqa: B905 - `strict` costs time at every step
+
     def outputs(self, leaves: list[Tensor]) -> list[Outputs]:
         """Make the updates, and return the outputs of every step by their names."""
         found, number = self.run(leaves), len(self.names)

@@ -56,16 +56,17 @@ def read_by(
     if kind is list or kind is tuple:
         return kind, [read(each) for each in piece]
     if isinstance(piece, Mapping):
-        return [(name, read(each)) for name, each in piece.items()]
+        # A dictionary of the user may have methods and attributes, too. Some have their entries as attributes.
+        own = getattr(piece, "__dict__", piece) if trusts_code else piece
+        return kind, [(name, read(each)) for name, each in piece.items()], None if own is piece else read(own)
     if isinstance(piece, nn.Module):
         return kind, _read_by_module(piece, read, trusts_code=trusts_code)
     if kind in known or (trusts_code and kind is SimpleNamespace):
         return kind, read(vars(piece))
     if trusts_code and is_dataclass(kind):
         # One with slots has no dictionary.
-        return kind, read(
-            {**getattr(piece, "__dict__", {}), **{it.name: getattr(piece, it.name) for it in fields(kind)}}
-        )
+        own = {it.name: getattr(piece, it.name) for it in fields(kind) if hasattr(piece, it.name)}
+        return kind, read({**getattr(piece, "__dict__", {}), **own})
     if kind is partial and type(owner := getattr(piece.func, "__self__", None)) in known:
         return piece.func.__func__, read(owner)
     raise UnknownError(f"{kind.__name__} may read values that are not inputs of a graph")

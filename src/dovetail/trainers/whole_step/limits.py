@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -98,7 +99,9 @@ def check_memory(tensors: Sequence[Tensor]) -> None:
 @contextmanager
 def reject_changes(spaces: Sequence[Space]) -> Iterator[None]:
     """Undo changes that a trace makes to objects that it should only read, and raise."""
-    before = [(owner, space, {name: (it, _content(it)) for name, it in space.items()}) for owner, space in spaces]
+    before = _contents(spaces)
+    # A trace computes the changes in place of a tensor that is no input.
+    restore = remember_values(held_tensors(spaces))
     generators, numbers = _generator_states(), (random.getstate(), np.random.get_state())
     changed, stored = [], None
     try:
@@ -107,6 +110,7 @@ def reject_changes(spaces: Sequence[Space]) -> Iterator[None]:
         # The name of the attribute, if it is one, says more.
         stored = error
     finally:
+        restore()
         # Also after an error: the step is then computed eagerly, from the same values.
         for owner, space, old in before:
             changed += [f"{owner}.{name}" for name in _undo_changes(space, old)]
@@ -121,6 +125,49 @@ def reject_changes(spaces: Sequence[Space]) -> Iterator[None]:
         raise CannotCompileError("the step draws random numbers from Python or numpy, and not from torch")
     if stored is not None:
         raise stored
+
+
+@contextmanager
+def undo_if_rejected(spaces: Sequence[Space]) -> Iterator[None]:
+    """Undo changes to objects if the step inside is rejected: the trainer then computes the same batch again."""
+    before = _contents(spaces)
+    try:
+        yield
+    except CannotCompileError:
+        for _, space, old in before:
+            _undo_changes(space, old)
+        raise
+
+
+def _contents(spaces: Sequence[Space]) -> list[tuple[str, MutableMapping[str, Any], dict[str, Any]]]:
+    """Return the owner, the space, and its present values with copies of containers, for each space."""
+    return [(owner, space, {name: (it, _content(it)) for name, it in space.items()}) for owner, space in spaces]
+
+
+def held_tensors(spaces: Sequence[Space]) -> Iterator[Tensor]:
+    """Return the tensors among attributes and variables that a step may change in place."""
+    for value in (it for _, space in spaces for it in space.values()):
+        is_plain = type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided
+        if is_plain and value.nbytes <= _MOST_BYTES:
+            yield value
+
+
+# A larger tensor is probably a dataset, and a copy of it may not fit into memory.
+_MOST_BYTES = 2**28
+
+
+def remember_values(tensors: Iterable[Tensor]) -> Callable[[], None]:
+    """Return a function that restores the present values of some tensors, if they have changed."""
+    before = [(it, it.detach().clone()) for it in tensors if it.device.type != "meta"]
+
+    def restore() -> None:
+        with torch.no_grad():
+            for it, value in before:
+                # An expanded tensor cannot be written to.
+                if it.shape == value.shape and not torch.equal(it, value):
+                    it.copy_(value)
+
+    return restore
 
 
 def attribute_spaces(owners: Iterable[Any], modules: Iterable[nn.Module] = ()) -> list[Space]:
@@ -148,8 +195,20 @@ def _generator_states() -> tuple[Any, ...]:
 
 
 def _content(value: Any) -> Any:
-    """Return a copy of a list or a dictionary, which its owner could change; None for all else."""
-    return value.copy() if isinstance(value, (list, dict)) else None
+    """Return a copy of a container, which its owner could change; None for all else."""
+    return value.copy() if isinstance(value, (list, dict, set, deque)) else None
+
+
+def _has_changed(container: Any, before: Any) -> bool:
+    """Return whether a container has more or fewer entries than before, or another tensor as an entry."""
+    if len(container) != len(before):
+        return True
+    if isinstance(container, dict):
+        return any(isinstance(it, Tensor) and it is not before.get(name) for name, it in container.items())
+    # The order of a set may change, and its entries are hashed by identity.
+    if isinstance(container, set):
+        return False
+    return any(isinstance(it, Tensor) and it is not old for it, old in zip(container, before, strict=True))
 
 
 def _undo_changes(space: MutableMapping[str, Any], old: Mapping[str, Any]) -> list[str]:
@@ -157,9 +216,9 @@ def _undo_changes(space: MutableMapping[str, Any], old: Mapping[str, Any]) -> li
     changed = []
     for name, value in list(space.items()):
         earlier, content = old.get(name, (None, None))
-        if value is earlier and content is not None and len(value) != len(content):
+        if value is earlier and content is not None and _has_changed(value, content):
             value.clear()
-            value.extend(content) if isinstance(value, list) else value.update(content)
+            value.update(content) if isinstance(value, (dict, set)) else value.extend(content)
         elif (
             value is earlier
             or not isinstance(value, (Tensor, int, float, str, list, dict, tuple))

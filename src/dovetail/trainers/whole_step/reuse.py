@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dovetail.trainers.whole_step.comparing import SHARP
 from dovetail.trainers.whole_step.graph import State
 from dovetail.trainers.whole_step.settings import settings_of_inductor, settings_of_torch
 from dovetail.trainers.whole_step.sharing import Code, find_shared, share
@@ -44,23 +43,21 @@ def reuse_code(described: Any, backend: Backend, make: Callable[[], Code]) -> Co
     return code
 
 
-def with_code(describe: Callable[[], Any] | None, tolerance: float) -> Callable[[], Any] | None:
-    """Return a function that also describes the code of the user that a step calls, if losses are compared roughly.
+def with_code(describe: Callable[[], Any] | None) -> Callable[[], Any] | None:
+    """Return a function that also describes the code of the user that a step calls.
 
-    A global number of the user may change by less than the rounding of a low precision. Code from the disk has no
-    operations that could be called one by one, so its text is compared instead.
+    A global number of the user may change a loss by less than its rounding, or only the gradients.
 
     Args:
-        describe: Returns all inputs of a step besides tensors, or None.
-        tolerance: The relative difference between losses that is due to rounding.
+        describe: Returns all inputs of a step besides tensors: those of its parts, and its configuration; or None.
     """
-    if describe is None or tolerance <= SHARP:
-        return describe
+    if describe is None:
+        return None
     inputs = describe
 
     def described() -> Any:
         found = inputs()
-        return None if found is None else (found, spell(found))
+        return None if found is None else (*found, spell(found[0]))
 
     return described
 

@@ -17,7 +17,12 @@ def settings_of_torch() -> tuple[Any, ...]:
         torch.are_deterministic_algorithms_enabled(),
         torch.backends.mkldnn.enabled,
         torch.backends.mha.get_fastpath_enabled(),
+        # An autocast around the run. The one of `context.precision` is a part of the step.
+        [(kind, torch.get_autocast_dtype(kind)) for kind in _DEVICES if torch.is_autocast_enabled(kind)],
     )
+
+
+_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
 def settings_of_inductor() -> list[tuple[str, str]] | None:

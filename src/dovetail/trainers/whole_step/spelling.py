@@ -7,8 +7,10 @@ import dataclasses
 import dis
 import sys
 from abc import ABCMeta
+from collections import namedtuple
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
+from itertools import islice
 from operator import attrgetter
 from types import BuiltinFunctionType, CodeType, FunctionType, GetSetDescriptorType, MemberDescriptorType, ModuleType
 from typing import Any
@@ -42,7 +44,8 @@ def spell(value: Any) -> list[str] | None:
     speller = _Speller()
     try:
         speller.value(value)
-    except UnknownTextError:
+    except (UnknownTextError, RecursionError):
+        # Functions that call each other in a long chain are nested too deeply.
         return None
     return speller.parts
 
@@ -55,8 +58,11 @@ class _Speller:
 
     def value(self, value: Any) -> None:
         kind = type(value)
-        if isinstance(value, (list, tuple)):
+        if kind in _SEQUENCES or (isinstance(value, tuple) and hasattr(kind, "_fields")):
             self.parts.append(f"{kind.__name__} {len(value)}")
+            if kind not in _SEQUENCES:
+                # A named tuple may have methods.
+                self._class(kind, is_made=True)
             self._all(value)
         elif kind is dict:
             self.parts.append(f"dict {len(value)}")
@@ -137,7 +143,11 @@ class _Speller:
             # Some have a name that is not in the module, such as the class of None.
             self.parts.append(f"class {kind.__name__}")
             return
-        if self._is_named(kind, kind.__module__, kind.__qualname__) or not self._is_new(kind, is_made=is_made):
+        if self._is_named(kind, kind.__module__, kind.__qualname__):
+            if _is_replaced(vars(kind).get("forward")):
+                self.value(kind.forward)
+            return
+        if not self._is_new(kind, is_made=is_made):
             return
         meta = type(kind)
         if meta not in (type, ABCMeta) and not _is_known(meta.__module__):
@@ -145,12 +155,13 @@ class _Speller:
         self.parts.append(f"class {kind.__name__} {len(kind.__mro__)}")
         for base in kind.__mro__[1:]:
             self._class(base, is_made=is_made)
-        is_dataclass = "__dataclass_params__" in vars(kind)
+        is_dataclass, is_named_tuple = "__dataclass_params__" in vars(kind), "_fields" in vars(kind)
         if is_dataclass:
             self._fields(kind)
         for name, value in vars(kind).items():
             is_skipped = name in _SKIPPED or (name == "__init__" and not is_made)
-            if not is_skipped and not (is_dataclass and _is_generated(name, value)):
+            is_generated = (is_dataclass and _is_generated(name, value)) or (is_named_tuple and _is_of_tuple(value))
+            if not is_skipped and not is_generated:
                 self.parts.append(f"attribute {name}")
                 self._attribute(value)
 
@@ -186,16 +197,16 @@ class _Speller:
                 self.parts.append(repr(constant))
             else:
                 self.value(constant)
-        instructions = (it for it in dis.get_instructions(code) if it.opname != "EXTENDED_ARG")
-        for instruction in instructions:
+        instructions = [it for it in dis.get_instructions(code) if it.opname != "EXTENDED_ARG"]
+        for number, instruction in enumerate(instructions, start=1):
             is_foreign = instruction.opname == "IMPORT_NAME" and not _is_known(instruction.argval)
             if is_foreign or instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
                 raise UnknownTextError(instruction.argval)
             if instruction.opname in _GLOBALS:
-                self._global(instruction.argval, names, instructions)
+                self._global(instruction.argval, names, islice(instructions, number, None))
 
     def _global(self, name: str, names: Mapping[str, Any], following: Iterator[dis.Instruction]) -> None:
-        """Append what a global name stands for; if it is a module of the user, what is read from that."""
+        """Append what a global name stands for; if it is a module, also what is read from it."""
         if name not in names:
             # It is a builtin, or missing.
             self.parts.append(f"name {name}")
@@ -203,14 +214,22 @@ class _Speller:
                 self.value(getattr(builtins, name))
             return
         value = names[name]
-        while isinstance(value, ModuleType) and not _is_known(value.__name__):
-            instruction = next(following, None)
-            if instruction is None or instruction.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
-                raise UnknownTextError(value.__name__)
-            if instruction.argval not in vars(value):
-                raise UnknownTextError(instruction.argval)
-            value = vars(value)[instruction.argval]
         self.parts.append(f"name {name}")
+        while isinstance(value, ModuleType):
+            instruction = next(following, None)
+            is_read = instruction is not None and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD")
+            is_found = instruction is not None and is_read and instruction.argval in vars(value)
+            if _is_known(value.__name__):
+                self.value(value)
+                if instruction is None or not is_found:
+                    return
+                value = vars(value)[instruction.argval]
+                if type(value) is not ModuleType and not _is_replaced(value):
+                    return
+            elif instruction is None or not is_found:
+                raise UnknownTextError(value.__name__ if instruction is None else str(instruction.argval))
+            else:
+                value = vars(value)[instruction.argval]
         if isinstance(value, type):
             # It may be called.
             self._class(value, is_made=True)
@@ -220,9 +239,24 @@ class _Speller:
 
 def _is_generated(name: str, value: Any) -> bool:
     """Return whether `dataclass` has made a method from the fields of a class; its code has no file."""
-    if type(value) is not FunctionType or not name.startswith("__"):
+    # A program of `python -c` has no file either.
+    if type(value) is not FunctionType or name not in _OF_FIELDS:
         return False
     return value.__code__.co_filename == "<string>" or value.__globals__.get("__name__") in ("dataclasses", "reprlib")
+
+
+def _is_replaced(value: Any) -> bool:
+    """Return whether a function in known code has been replaced by one of the user."""
+    return type(value) is FunctionType and not _is_known(str(value.__globals__.get("__name__")))
+
+
+def _is_of_tuple(value: Any) -> bool:
+    """Return whether `namedtuple` has made an attribute from the names of the fields."""
+    function = getattr(value, "__func__", value)
+    if type(function) is FunctionType:
+        module = str(function.__globals__.get("__name__"))
+        return module == "collections" or module.startswith("namedtuple_")
+    return type(value) is _tuplegetter
 
 
 def _is_known(module: str) -> bool:
@@ -236,6 +270,9 @@ _KNOWN = frozenset(
         *("math", "numbers", "operator", "types", "typing", "warnings", "__future__"),
     }
 )
+_SEQUENCES = frozenset({list, tuple, torch.Size})
+# The type of the attributes by which a named tuple reads its fields.
+_tuplegetter = type(vars(namedtuple("_Pair", ("first", "second")))["first"])
 _PLAIN = frozenset({int, float, bool, str, bytes, type(None), torch.dtype, torch.device})
 # The flag of classes that Python code has created (Py_TPFLAGS_HEAPTYPE).
 _MADE_BY_PYTHON = 1 << 9
@@ -243,6 +280,13 @@ _MADE_BY_PYTHON = 1 << 9
 _OPEN = frozenset({"__import__", "compile", "eval", "exec", "globals", "input", "locals", "open"})
 # Attributes by which code reads other code: operations that the user has registered, and globals of functions.
 _HIDING = frozenset({"ops", "__globals__", "__builtins__", "__code__"})
+# Methods that `dataclass` writes.
+_OF_FIELDS = frozenset(
+    {
+        *("__init__", "__repr__", "__eq__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__replace__"),
+        *("__setattr__", "__delattr__", "__getstate__", "__setstate__"),
+    }
+)
 # Instructions that read a global name.
 _GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
 # Attributes of every class that do not change what its methods compute.

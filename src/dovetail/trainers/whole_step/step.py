@@ -6,6 +6,7 @@ import copy
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import compress
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -16,7 +17,8 @@ from torch.fx import GraphModule
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
 
-from dovetail.trainers.whole_step.comparing import SHARP, run_and_compare
+from dovetail.trainers.whole_step.comparing import SHARP, has_changed, run_and_compare
+from dovetail.trainers.whole_step.effects import compute_only, fill_caches
 from dovetail.trainers.whole_step.gradients import GradientBuffers
 from dovetail.trainers.whole_step.graph import Graph, Outputs, Shorter, State, buffer_place, constant_place
 from dovetail.trainers.whole_step.limits import (
@@ -28,6 +30,7 @@ from dovetail.trainers.whole_step.limits import (
     check_optimizer,
     ids,
     reject_changes,
+    undo_if_rejected,
 )
 from dovetail.trainers.whole_step.reuse import reuse_code, trace_key, with_code
 from dovetail.trainers.whole_step.rules import checked_rule, clipped, state_of
@@ -84,8 +87,8 @@ class WholeStep:
         backend: `inductor` compiles; `eager` calls the operations of the traced graph one by one, to find out whether
             a difference comes from the trace or from the compiler.
         tolerance: The relative difference between the losses of compiled code and of `compute` that is due to rounding.
-        describe: Returns all inputs of `compute` besides tensors, or None if they are unknown. Steps with equal inputs
-            share compiled code.
+        describe: Returns all inputs of `compute` besides tensors, or None if they are unknown: those of the modules and
+            of other parts, and a configuration. Steps with equal inputs share compiled code.
 
     Raises:
         CannotCompileError: A graph does not support the modules or the optimizer.
@@ -110,7 +113,7 @@ class WholeStep:
         describe: Callable[[], Any] | None = None,
     ) -> None:
         self.optimizer = optimizer
-        self._describe = with_code(describe, tolerance)
+        self._describe = with_code(describe)
         self._tolerance = tolerance
         self._backend = backend
         self._compute = compute
@@ -138,6 +141,10 @@ class WholeStep:
         # True if the next graph is compared with an eager step, unless this was done for equal inputs.
         self._is_unchecked = True
         self._read: Any = None
+        # True if a graph of this run was replaced because the description of the step has changed.
+        self._has_replaced = False
+        # The outputs of an eager step for the batch whose form was compiled last, until they are compared.
+        self._expected: Any = None
 
     @property
     def num_graphs(self) -> int:
@@ -159,7 +166,7 @@ class WholeStep:
                 lengths: full batches share one graph, and all shorter batches another one.
         """
         self._seen, self._compiled, self._previous, self._last = {}, set(), "", None
-        self._is_among_many = is_among_many
+        self._is_among_many, self._has_replaced = is_among_many, False
 
     def adopt(self, modules: Sequence[nn.Module], optimizer: Optimizer) -> bool:
         """Continue with another optimizer, and return whether its kind, modules and parameters are the same.
@@ -183,15 +190,16 @@ class WholeStep:
     def refresh_constants(self) -> bool:
         """Update the constants of all graphs: tensors that objects besides the modules hold.
 
-        A graph is dropped if such a tensor has another form now, or if no known object holds it.
+        A graph is dropped if such a tensor has another form now, or if no known object holds it. It is also dropped if
+        the step has changed, except in one of many runs, whose graph is compared with its step.
 
         Returns:
             Whether all graphs are kept.
         """
-        number = len(self._graphs)
-        self._graphs = {name: graph for name, graph in self._graphs.items() if graph.find_constants()}
-        self._last = None
-        return len(self._graphs) == number
+        before, describe = self._graphs, None if self._is_among_many else self._describe
+        is_kept = {name: it.find_constants() and not has_changed(it, describe) for name, it in before.items()}
+        self._graphs, self._last = {name: it for name, it in before.items() if is_kept[name]}, None
+        return len(self._graphs) == len(before)
 
     def recheck(self, read: Any = None) -> None:
         """Compare the loss of the next call with the loss of `compute`, which may have changed.
@@ -201,6 +209,12 @@ class WholeStep:
                 again. None if they are unknown.
         """
         self._is_unchecked, self._read = True, read
+        # Once in a run, because compiling takes seconds: a validation may set an attribute for the first time.
+        if not self._is_among_many and not self._has_replaced:
+            old = [name for name, graph in self._graphs.items() if has_changed(graph, self._describe)]
+            for name in old:
+                del self._graphs[name]
+            self._has_replaced, self._last = bool(old), None if old else self._last
 
     def __call__(self, batch: Any) -> Outputs | None:
         """Make one update and return the detached outputs; None for a batch whose form has no graph yet.
@@ -218,7 +232,9 @@ class WholeStep:
             if not self._is_worth_a_graph(name):
                 return self._shorter(batch, leaves, *key)
             if name not in self._graphs:
-                self._graphs[name] = self._compile([batch], leaves)
+                with undo_if_rejected(self._spaces):
+                    self._expected = fill_caches(self._compute, self._root, batch, leaves, self._spaces)
+                    self._graphs[name] = self._compile([batch], leaves)
                 self._is_unchecked = True
                 if len(self._graphs) > _MOST_KEPT:
                     del self._graphs[next(iter(self._graphs))]
@@ -232,7 +248,7 @@ class WholeStep:
                 (outputs,) = self._compare(graph, batch, leaves)
                 graph.read = self._read
                 return outputs
-        return _named(graph, leaves)
+        return graph.output(leaves)
 
     def several(self, batches: Sequence[Any]) -> list[Outputs] | None:
         """Make one update for each of some batches in one call of a graph, and return the outputs of each.
@@ -315,7 +331,7 @@ class WholeStep:
             return None
         self._refresh(graph)
         if shorter.is_proven:
-            return _named(graph, leaves)
+            return graph.output(leaves)
         try:
             (outputs,) = self._compare(graph, batch, leaves)
         except CannotCompileError:
@@ -520,21 +536,10 @@ class WholeStep:
     def _compare(self, graph: Graph, batch: Any, leaves: list[Tensor]) -> list[Outputs]:
         """Make one update with a graph that is compared with `compute`."""
         tolerance = self._tolerance if self._backend == "inductor" else min(SHARP, self._tolerance)
-        return run_and_compare(graph, leaves, lambda: [self._expected(batch)], tolerance, describe=self._describe)
-
-    def _expected(self, batch: Any) -> Mapping[str, Any]:
-        """Return the outputs of `compute` for a batch, without any change."""
-        copies = {name: value.clone() for name, value in self._root.named_buffers()}
-        if not copies:
-            return self._compute(batch)
-        with _reparametrize_module(self._root, copies, tie_weights=True):
-            return self._compute(batch)
+        known, self._expected = self._expected, None
+        compute = partial(compute_only, self._compute, self._root, batch, leaves)
+        return run_and_compare(graph, leaves, lambda: [known or compute()], tolerance, describe=self._describe)
 
 
 _PARAMS, _RATE = itemgetter("params"), itemgetter("lr")
 _TRAINING, _REQUIRES_GRAD = attrgetter("training"), attrgetter("requires_grad")
-
-
-def _named(graph: Graph, leaves: list[Tensor]) -> Outputs:
-    """Make the update of one batch, and return its outputs."""
-    return dict(zip(graph.names, graph.run(leaves)), **graph.fixed)  # noqa: B905 - `strict` costs time at every step
