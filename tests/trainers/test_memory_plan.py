@@ -145,6 +145,24 @@ def test_copies_and_parts_of_a_mesh_have_the_known_sizes() -> None:
     assert hybrid.collectives == {"all_gather": 2 * size, "reduce_scatter": size, "all_reduce": size // 2 + 8 * 6}
 
 
+@pytest.mark.parametrize("place", ["cpu", "meta"])
+def test_the_state_of_convolutions_in_channels_last_is_planned(place: str) -> None:
+    plans = []
+    for memory_format, where in ((None, "cpu"), ("channels_last", place)):
+        with torch.device(where):
+            model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.Conv2d(64, 64, 3), nn.Flatten(), nn.Linear(256, 4))
+        settings: dict[str, Any] = {"memory_format": memory_format, "verbose": False}
+        trainer = Trainer(model, "cpu", optimizer=partial(torch.optim.Adam, lr=0.1), **settings)
+        plans.append(plan_memory(trainer, [(torch.zeros(8, 3, 6, 6), torch.zeros(8, dtype=torch.long))]))
+        assert all(it.device.type == where and it.is_contiguous() for it in model.parameters())
+        assert trainer.options.memory_format == memory_format
+    usual, converted = plans
+    # Two moments, and a count of steps for each of the six tensors.
+    assert converted.kinds["optimizer"] == usual.kinds["optimizer"] == 2 * usual.kinds["parameters"] + 4 * 6
+    # The batch is copied to the other format.
+    assert converted.peak == usual.peak + 8 * 3 * 6 * 6 * 4
+
+
 @pytest.mark.parametrize("layer", [DDPTrainer, FSDPTrainer])
 def test_a_model_without_data_is_planned_with_synced_batch_norms(layer: Any) -> None:
     def model() -> nn.Module:

@@ -237,13 +237,17 @@ class _Phases(TrainerDecorator):
     def setup(self) -> None:
         tracker, model = self.tracker, self.context.model
         assert model is not None
-        # A model on the device `meta`. A plan needs no values, so its modules need no `reset_parameters`, and torch
-        # would give each use of a tied weight a parameter of its own when it moves the model.
-        if allocated := allocate(model):
+        # A model on the device `meta` or on an accelerator, or in another memory format. A plan needs no values, so its
+        # modules need no `reset_parameters`, and torch would give each use of a tied weight a parameter of its own when
+        # it moves or converts the model.
+        if allocated := allocate(model, self.core.options.memory_format):
             for optimizer in self.context.optimizers:
+                # It may be on the accelerator. The first window creates it.
+                optimizer.state.clear()
                 replace_parameters(optimizer, allocated)
-            # It is in place, and torch cannot move parameters without data.
+            # It is in place, and its bytes do not depend on the format.
             vars(self.core)["_placed"] = weakref.ref(model)
+            vars(self.core.options)["memory_format"] = None
         super().setup()
         for parameter in model.parameters():
             tracker.add(own_part(parameter), "parameters")
