@@ -274,6 +274,17 @@ def test_a_process_of_a_group_cannot_plan_another_group() -> None:
         sys.excepthook = show_error
 
 
+def test_a_process_of_a_launcher_plans_the_given_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    trainer, data = build()
+    with pytest.raises(ConfigError, match="a launcher started this process for a group; give num_processes, or --gpus"):
+        plan_memory(DDPTrainer(trainer), data)
+    assert plan_memory(DDPTrainer(trainer), data, num_processes=8).num_processes == 8
+    # Without such a layer the process does not join the group.
+    assert plan_memory(trainer, data).num_processes == 1
+
+
 def test_devices_without_a_parallel_layer_are_reported() -> None:
     plan = plan_memory(*build(), num_processes=8)
     assert (plan.num_processes, plan.collectives) == (1, {})

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from dovetail.callbacks import Callbacks
-from dovetail.distributed import own_part
+from dovetail.distributed import is_launched, own_part
 from dovetail.errors import ConfigError
 from dovetail.printing import show_bytes
 from dovetail.trainers.base import Trainer
@@ -132,6 +132,9 @@ def plan_memory(
     if parallel is None and size > 1:
         notes.append(f"the trainer has no DDPTrainer or FSDPTrainer: it uses 1 of {size} devices")
         size = 1
+    if parallel is not None and size == 1 and is_launched():
+        # The plan would wait for the other processes, or send them tensors without data.
+        raise ConfigError("plan: a launcher started this process for a group; give num_processes, or --gpus N")
     sharded = parallel if isinstance(parallel, ShardedDataParallel) and size > 1 else None
     tracker = MemoryTracker(copies_messages=backend == "gloo")
     if sharded is not None and sharded.cpu_offload:
