@@ -25,12 +25,14 @@ from dovetail.distributed import is_launched, own_part
 from dovetail.errors import ConfigError
 from dovetail.printing import show_bytes
 from dovetail.trainers.base import Trainer
-from dovetail.trainers.capabilities import DataParallel, ShardedDataParallel
+from dovetail.trainers.capabilities import DataParallel, MixedPrecision, ShardedDataParallel
 from dovetail.trainers.capabilities.deferred import allocate, is_deferred
 from dovetail.trainers.capabilities.sharded import replace_parameters
 from dovetail.trainers.decorators import TrainerDecorator
+from dovetail.trainers.device_copies import batch_mover
 from dovetail.trainers.memory_tracker import MemoryTracker, fake_group
 from dovetail.trainers.preserve_state import layers, own_callbacks, preserve_state
+from dovetail.trainers.single_process import SingleProcessTrainer
 from dovetail.units import Batches
 
 _FIXED = ("parameters", "buffers", "gradients", "optimizer", "buckets")
@@ -143,7 +145,7 @@ def plan_memory(
     if sharded is not None and not is_deferred(context.model):
         whole = show_bytes(sum(map(_size, context.model.parameters())))
         notes.append(f"each process needs {whole} of the host's memory before the model is sharded")
-    with preserve_state(trainer, train=train_data), _restore_tensors(context.model, context.optimizers):
+    with preserve_state(trainer, train=train_data), _restore_tensors(trainer), _on_cpu(trainer):
         window = context.run.window.size
         batches = list(islice(trainer.batches("train"), 2 * window))
         if not batches:
@@ -348,9 +350,42 @@ def _after_warm_up(parallel: DataParallel | None, notes: list[str]) -> Iterator[
 
 
 @contextmanager
-def _restore_tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Restore the tensors of a model and of its optimizers: setup may move, shard or replace them by empty ones."""
-    saved = [(module, type(module), _copy_of(module)) for module in model.modules()]
+def _on_cpu(trainer: Trainer) -> Iterator[None]:
+    """Plan for the CPU, because torch can neither pin tensors without data nor order their copies by streams.
+
+    `preserve_state` restores the attributes.
+    """
+    context, device, core = trainer.context, trainer.context.device, trainer.core
+    if device.type == "cpu" or context.model is None:
+        yield
+        return
+    tensors = (*context.model.parameters(), *context.model.buffers())
+    is_placed = any(it.device.type not in ("cpu", "meta") for it in tensors)
+    context.device = torch.device("cpu")
+    # They may have been built for the accelerator.
+    if isinstance(core, SingleProcessTrainer):
+        core._move = batch_mover(core.options.memory_format, context.device)
+    if context.precision is not None:
+        context.precision = context.precision.for_device("cpu")
+    for layer in layers(trainer):
+        if isinstance(layer, MixedPrecision):
+            layer._precision = layer._get_precision().for_device("cpu")
+    try:
+        yield
+    finally:
+        # Only then: to restore the state of a model that is on the CPU, the model would be moved.
+        if is_placed:
+            context.device = device
+
+
+@contextmanager
+def _restore_tensors(trainer: Trainer) -> Iterator[None]:
+    """Restore the tensors of the model, optimizers, criterion and metrics: setup may move, shard or replace them."""
+    context = trainer.context
+    optimizers = context.optimizers
+    parts = [context.model, getattr(trainer.core, "criterion", None), *context.run.metrics.values()]
+    modules = [module for part in parts if isinstance(part, nn.Module) for module in part.modules()]
+    saved = [(module, type(module), _copy_of(module)) for module in modules]
     groups = [(optimizer, group, list(group["params"])) for optimizer in optimizers for group in optimizer.param_groups]
     try:
         yield
