@@ -1,19 +1,58 @@
-"""Claims about plans of memory on the pretend device."""
+"""Claims about plans of memory and activation checkpointing on the pretend device."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from pretend_device import NAME, PretendDevice
-from run_claims import assert_equal, weights
+from run_claims import assert_equal, make_trainer, weights
 from styles import make_batches
-from torch import nn
+from torch import Tensor, nn
 
 from dovetail import Epochs, Trainer
-from dovetail.trainers import AMPTrainer
+from dovetail.trainers import ActivationCheckpointTrainer, AMPTrainer
 from dovetail.trainers.memory_plan import plan_memory
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        # With this share the CPU and the device scale by a power of two, so they round alike.
+        self.linear, self.dropout = nn.Linear(6, 6), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = x + self.dropout(torch.tanh(self.linear(x)))
+        return outputs
+
+
+class Blocks(nn.Module):
+    def __init__(self, passes: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(6, 3)
+        self.passes = passes
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = self.passes(block, x)
+        return self.head(x)
+
+
+def recomputed_blocks_draw_the_same_numbers_on_the_device() -> None:
+    ways: tuple[Callable[[nn.Module, Tensor], Tensor], ...] = (lambda block, x: block(x), lambda block, x: block(x=x))
+    wraps: tuple[Callable[[Trainer], Trainer], ...] = (lambda trainer: trainer, partial(AMPTrainer, precision="bf16"))
+    for passes in ways:
+        for wrap in wraps:
+            stored = wrap(make_trainer("cpu", Blocks(passes)))
+            stored.fit(make_batches(), max_length=Epochs(1))
+            with PretendDevice():
+                recomputed = wrap(ActivationCheckpointTrainer(make_trainer(NAME, Blocks(passes))))
+                recomputed.fit(make_batches(), max_length=Epochs(1))
+                assert_equal(weights(stored), weights(recomputed))
 
 
 def build(device: str, wrap: Any) -> Any:
@@ -60,6 +99,7 @@ def a_plan_does_not_change_a_trainer_that_has_trained_on_the_device() -> None:
 MEMORY_CLAIMS = {
     claim.__name__.replace("_", " "): claim
     for claim in (
+        recomputed_blocks_draw_the_same_numbers_on_the_device,
         a_plan_of_a_trainer_on_the_device_is_the_plan_of_the_cpu,
         a_plan_does_not_change_a_trainer_that_has_trained_on_the_device,
     )
