@@ -231,6 +231,24 @@ def test_a_mask_is_planned_as_if_it_kept_everything(name: str) -> None:
     assert all("of test_memory_plan.py: a result whose length" in it for it in plans[1].notes)
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent, self.head = nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.head(self.recurrent(x)[0][:, -1])
+        return outputs
+
+
+def test_the_activations_of_all_steps_of_an_lstm_are_planned() -> None:
+    batch, before = (torch.zeros(64, 50, 4), torch.zeros(64, dtype=torch.long)), torch.backends.mkldnn.enabled
+    plan = plan_memory(Trainer(Recurrent(), "cpu", verbose=False), [batch])
+    # Each of 50 steps stores at least four gates, a cell and an output, of 8 numbers for each of 64 samples.
+    assert plan.kinds["activations"] > 50 * 6 * 8 * 64 * 4
+    assert torch.backends.mkldnn.enabled == before
+
+
 def test_a_length_that_has_no_bound_is_an_error_with_its_line() -> None:
     def train_step(trainer: Any, batch: Any) -> Tensor:
         return trainer.model(batch[0]).sum() * len(batch[1].unique())  # type: ignore[no-any-return]  # a tensor

@@ -158,7 +158,7 @@ def plan_memory(
         batch_size = max(map(trainer.batch_length, batches))
         tracker.batch_bytes = max(map(_bytes_of, batches))
         layer = _Phases(trainer, tracker, None if size == 1 else parallel)
-        with warnings.catch_warnings(), fake_group(size), _after_warm_up(parallel, notes), tracker:
+        with warnings.catch_warnings(), fake_group(size), _after_warm_up(parallel, notes), _plain_lstm(), tracker:
             warnings.simplefilter("ignore")
             layer.fit(max_length=Batches(2 * window), checkpoint_period=Batches(0))
     notes += [f"{place}: a result whose length depends on values has its full length" for place in tracker.full_lengths]
@@ -331,6 +331,21 @@ class _Phases(TrainerDecorator):
         node = node.next_functions[0][0]
         self._nodes.append(node)
         self._hooks.append(node.register_hook(note))
+
+
+@contextmanager
+def _plain_lstm() -> Iterator[None]:
+    """Let torch compute an LSTM by plain operators.
+
+    The operator of oneDNN stores all activations in a workspace, whose size is 0 for tensors without data.
+    """
+    # Not `flags`, which also sets other options, with a warning.
+    onednn: Any = torch.backends.mkldnn
+    before, onednn.enabled = onednn.enabled, False
+    try:
+        yield
+    finally:
+        onednn.enabled = before
 
 
 @contextmanager
