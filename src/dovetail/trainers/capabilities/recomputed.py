@@ -68,8 +68,8 @@ class ActivationCheckpointing(Capability):
     _keep: tuple[str, ...]
     _replaced: list[tuple[nn.Module, Any]]
     _recomputed_names: list[str]
-    # The configuration of a model of transformers whose cache is switched off during the run.
-    _uncached: Any
+    # The configurations of models of transformers whose cache is switched off during the run.
+    _uncached: list[Any]
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class ActivationCheckpointing(Capability):
         self._every = every
         self.num_recomputed = None
         self._keep = _operators(keep)
-        self._replaced, self._recomputed_names, self._uncached = [], [], None
+        self._replaced, self._recomputed_names, self._uncached = [], [], []
         super().__init__(*args, **kwargs)
 
     @property
@@ -122,10 +122,13 @@ class ActivationCheckpointing(Capability):
             # Not a wrapper module: the keys of the state and the types of the modules must not change.
             vars(block)["forward"] = _Recomputed(block, local_forward(block, block.forward), keep, context.device)
             self._replaced.append((block, before))
-        config: Any = getattr(model, "config", None)
-        if getattr(config, "use_cache", False) is True:
-            # A block of transformers would append its keys and values to the cache a second time.
-            config.use_cache, self._uncached = False, config
+        # The decoder of T5 has a configuration of its own, and a model of transformers may be a part of another model.
+        for module in model.modules():
+            config: Any = getattr(module, "config", None)
+            if getattr(config, "use_cache", False) is True:
+                # A block of transformers would append its keys and values to the cache a second time.
+                config.use_cache = False
+                self._uncached.append(config)
 
     def teardown(self, error: BaseException | None) -> None:
         """Restore the forward of the blocks."""
@@ -135,8 +138,9 @@ class ActivationCheckpointing(Capability):
             else:
                 vars(block)["forward"] = before
         self._replaced = []
-        if self._uncached is not None:
-            self._uncached.use_cache, self._uncached = True, None
+        for config in self._uncached:
+            config.use_cache = True
+        self._uncached = []
         super().teardown(error)
 
 
