@@ -53,7 +53,19 @@ def test_copies_and_collectives_overlap_with_kernels_for_the_known_times(tmp_pat
     path.write_text(json.dumps({"schemaVersion": 1, "traceEvents": events}))
     found = measure_overlap(read_trace(path))
     assert found == Overlap(copies=200, hidden_copies=60, collectives=100, hidden_collectives=20, num_kernels=3)
-    assert measure_overlap([*OTHERS, copy(0, 8, "Memcpy M2D"), kernel(4, 9)]).hidden_copies == 4
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Memcpy HtoD (Pinned -> Device)",
+        "Memcpy HtoD (Host -> Device)",
+        "Memcpy H2D (HOST -> DEVICE)",
+        "Memcpy M2D (MEMORY(Unknown) -> DEVICE)",
+    ],
+)
+def test_copies_of_cuda_rocm_and_intel_count(name: str) -> None:
+    assert measure_overlap([*OTHERS, copy(0, 8, name), kernel(4, 9)]).hidden_copies == 4
 
 
 @pytest.mark.parametrize(

@@ -200,6 +200,27 @@ def set_random_states(device_type: str, states: Sequence[Tensor]) -> None:
         module.set_rng_state(state, number)
 
 
+def random_state(device: torch.device) -> Tensor | None:
+    """Return the state of the generator of one accelerator; None for other devices."""
+    module = None if device.type in _ALWAYS_HERE else device_module(device.type)
+    get_state = getattr(module, "get_rng_state", None)
+    if get_state is None:
+        return None
+    # torch.mps has one device and no numbers.
+    has_numbers = getattr(module, "get_rng_state_all", None) is not None
+    state: Tensor = get_state(numbered(device).index) if has_numbers else get_state()
+    return state
+
+
+def set_random_state(device: torch.device, state: Tensor) -> None:
+    """Restore the state that `random_state` returned."""
+    module = device_module(device.type)
+    if getattr(module, "get_rng_state_all", None) is not None:
+        module.set_rng_state(state, numbered(device).index)
+    else:
+        module.set_rng_state(state)
+
+
 def free_memory(device: torch.device) -> None:
     """Return the unused memory that torch has reserved on an accelerator to the device."""
     empty_cache = getattr(device_module(device.type), "empty_cache", None)

@@ -93,8 +93,8 @@ def _total(times: Sequence[tuple[float, float]]) -> float:
 
 
 def _is_copy(event: Event) -> bool:
-    # The names of CUDA and of Intel's devices.
-    return event.get("cat") == "gpu_memcpy" and ("HtoD" in event["name"] or "M2D" in event["name"])
+    # The name of CUDA and ROCm. On Intel's devices H is pinned memory, and M is any other memory of the host.
+    return event.get("cat") == "gpu_memcpy" and any(it in event["name"] for it in ("HtoD", "H2D", "M2D"))
 
 
 def _is_collective(event: Event) -> bool:

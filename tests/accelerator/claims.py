@@ -16,6 +16,7 @@ from itertools import pairwise
 
 import torch
 from copy_claims import COPY_CLAIMS
+from memory_claims import MEMORY_CLAIMS
 from precision_claims import PRECISION_CLAIMS
 from pretend_device import PretendDevice
 from run_claims import RUN_CLAIMS
@@ -55,7 +56,7 @@ CLAIMS: dict[str, Callable[[], None]] = {
     for style in STYLES
     for name in FEATURES
     if (style, name) not in MISSING
-} | {**RUN_CLAIMS, **COPY_CLAIMS, **PRECISION_CLAIMS}
+} | {**RUN_CLAIMS, **COPY_CLAIMS, **PRECISION_CLAIMS, **MEMORY_CLAIMS}
 
 
 def main(names: list[str]) -> None:

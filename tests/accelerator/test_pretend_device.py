@@ -20,7 +20,7 @@ TRIAL_FEATURES = ("plain", "bf16", "fp16", "accumulation", "clipping")
 def names_of_claims() -> list[str]:
     """The names without an import of the claims, which would register the device in this process."""
     names = []
-    for name_of_table in ("RUN_CLAIMS", "COPY_CLAIMS", "PRECISION_CLAIMS"):
+    for name_of_table in ("RUN_CLAIMS", "COPY_CLAIMS", "PRECISION_CLAIMS", "MEMORY_CLAIMS"):
         tree = ast.parse((FOLDER / f"{name_of_table.lower()}.py").read_text())
         tables = (it for it in tree.body if isinstance(it, ast.Assign) and ast.unparse(it.targets[0]) == name_of_table)
         listed = [it.id for it in ast.walk(next(tables).value) if isinstance(it, ast.Name)]

@@ -58,6 +58,31 @@ def test_a_crash_keeps_the_results_before_it(tmp_path: Path, monkeypatch: pytest
     assert not json.loads(report.read_text())["ok"]
 
 
+def test_the_report_has_no_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "My Lab"
+    folder.mkdir()
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=":")
+    monkeypatch.setenv("HOME", str(folder))
+    check = {
+        "name": "memory",
+        "status": "problem",
+        "found": f"OSError: [Errno 28] No space left on device: '{tmp_path}/x y/state' after 1/2 of 24.1 MiB",
+        "numbers": {"messages": ["/opt/venv/lib/python3.11/site-packages/torch/nn/init.py:7: see https://a.org/b/c"]},
+    }
+    lines = [f"print({json.dumps(json.dumps(check))}, flush=True)", f"open({str(folder / 'missing')!r})"]
+    (folder / "broken_doctor.py").write_text("\n".join(lines))
+    report = tmp_path / "report.json"
+    checks = check_accelerator(report, "broken_doctor")
+    content = json.loads(report.read_text())
+    found = "OSError: [Errno 28] No space left on device: '…/state' after 1/2 of 24.1 MiB"
+    messages = ["…/torch/nn/init.py:7: see https://a.org/b/c"]
+    assert content["checks"] == [{**check, "found": found, "numbers": {"messages": messages}}]
+    assert checks[0].found == found
+    assert checks[1].found.endswith("FileNotFoundError: [Errno 2] No such file or directory: '…/missing'")
+    assert 'File "…/broken_doctor.py", line 2' in content["log"]
+    assert "My Lab" not in report.read_text()
+
+
 def test_a_process_that_does_not_end_is_stopped(tmp_path: Path) -> None:
     checks = check_accelerator(tmp_path / "report.json", patience=0.01)
     assert [(it.name, it.found) for it in checks] == [("process", "the process was stopped after 0 seconds")]

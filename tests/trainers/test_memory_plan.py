@@ -145,6 +145,24 @@ def test_copies_and_parts_of_a_mesh_have_the_known_sizes() -> None:
     assert hybrid.collectives == {"all_gather": 2 * size, "reduce_scatter": size, "all_reduce": size // 2 + 8 * 6}
 
 
+@pytest.mark.parametrize("place", ["cpu", "meta"])
+def test_the_state_of_convolutions_in_channels_last_is_planned(place: str) -> None:
+    plans = []
+    for memory_format, where in ((None, "cpu"), ("channels_last", place)):
+        with torch.device(where):
+            model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.Conv2d(64, 64, 3), nn.Flatten(), nn.Linear(256, 4))
+        settings: dict[str, Any] = {"memory_format": memory_format, "verbose": False}
+        trainer = Trainer(model, "cpu", optimizer=partial(torch.optim.Adam, lr=0.1), **settings)
+        plans.append(plan_memory(trainer, [(torch.zeros(8, 3, 6, 6), torch.zeros(8, dtype=torch.long))]))
+        assert all(it.device.type == where and it.is_contiguous() for it in model.parameters())
+        assert trainer.options.memory_format == memory_format
+    usual, converted = plans
+    # Two moments, and a count of steps for each of the six tensors.
+    assert converted.kinds["optimizer"] == usual.kinds["optimizer"] == 2 * usual.kinds["parameters"] + 4 * 6
+    # The batch is copied to the other format.
+    assert converted.peak == usual.peak + 8 * 3 * 6 * 6 * 4
+
+
 @pytest.mark.parametrize("layer", [DDPTrainer, FSDPTrainer])
 def test_a_model_without_data_is_planned_with_synced_batch_norms(layer: Any) -> None:
     def model() -> nn.Module:
@@ -213,6 +231,24 @@ def test_a_mask_is_planned_as_if_it_kept_everything(name: str) -> None:
     assert all("of test_memory_plan.py: a result whose length" in it for it in plans[1].notes)
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent, self.head = nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.head(self.recurrent(x)[0][:, -1])
+        return outputs
+
+
+def test_the_activations_of_all_steps_of_an_lstm_are_planned() -> None:
+    batch, before = (torch.zeros(64, 50, 4), torch.zeros(64, dtype=torch.long)), torch.backends.mkldnn.enabled
+    plan = plan_memory(Trainer(Recurrent(), "cpu", verbose=False), [batch])
+    # Each of 50 steps stores at least four gates, a cell and an output, of 8 numbers for each of 64 samples.
+    assert plan.kinds["activations"] > 50 * 6 * 8 * 64 * 4
+    assert torch.backends.mkldnn.enabled == before
+
+
 def test_a_length_that_has_no_bound_is_an_error_with_its_line() -> None:
     def train_step(trainer: Any, batch: Any) -> Tensor:
         return trainer.model(batch[0]).sum() * len(batch[1].unique())  # type: ignore[no-any-return]  # a tensor
@@ -254,6 +290,17 @@ def test_a_process_of_a_group_cannot_plan_another_group() -> None:
     finally:
         dist.destroy_process_group()
         sys.excepthook = show_error
+
+
+def test_a_process_of_a_launcher_plans_the_given_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    trainer, data = build()
+    with pytest.raises(ConfigError, match="a launcher started this process for a group; give num_processes, or --gpus"):
+        plan_memory(DDPTrainer(trainer), data)
+    assert plan_memory(DDPTrainer(trainer), data, num_processes=8).num_processes == 8
+    # Without such a layer the process does not join the group.
+    assert plan_memory(trainer, data).num_processes == 1
 
 
 def test_devices_without_a_parallel_layer_are_reported() -> None:

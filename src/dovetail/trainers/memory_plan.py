@@ -21,16 +21,18 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from dovetail.callbacks import Callbacks
-from dovetail.distributed import own_part
+from dovetail.distributed import is_launched, own_part
 from dovetail.errors import ConfigError
 from dovetail.printing import show_bytes
 from dovetail.trainers.base import Trainer
-from dovetail.trainers.capabilities import DataParallel, ShardedDataParallel
+from dovetail.trainers.capabilities import DataParallel, MixedPrecision, ShardedDataParallel
 from dovetail.trainers.capabilities.deferred import allocate, is_deferred
 from dovetail.trainers.capabilities.sharded import replace_parameters
 from dovetail.trainers.decorators import TrainerDecorator
+from dovetail.trainers.device_copies import batch_mover
 from dovetail.trainers.memory_tracker import MemoryTracker, fake_group
 from dovetail.trainers.preserve_state import layers, own_callbacks, preserve_state
+from dovetail.trainers.single_process import SingleProcessTrainer
 from dovetail.units import Batches
 
 _FIXED = ("parameters", "buffers", "gradients", "optimizer", "buckets")
@@ -132,6 +134,9 @@ def plan_memory(
     if parallel is None and size > 1:
         notes.append(f"the trainer has no DDPTrainer or FSDPTrainer: it uses 1 of {size} devices")
         size = 1
+    if parallel is not None and size == 1 and is_launched():
+        # The plan would wait for the other processes, or send them tensors without data.
+        raise ConfigError("plan: a launcher started this process for a group; give num_processes, or --gpus N")
     sharded = parallel if isinstance(parallel, ShardedDataParallel) and size > 1 else None
     tracker = MemoryTracker(copies_messages=backend == "gloo")
     if sharded is not None and sharded.cpu_offload:
@@ -140,7 +145,7 @@ def plan_memory(
     if sharded is not None and not is_deferred(context.model):
         whole = show_bytes(sum(map(_size, context.model.parameters())))
         notes.append(f"each process needs {whole} of the host's memory before the model is sharded")
-    with preserve_state(trainer, train=train_data), _restore_tensors(context.model, context.optimizers):
+    with preserve_state(trainer, train=train_data), _restore_tensors(trainer), _on_cpu(trainer):
         window = context.run.window.size
         batches = list(islice(trainer.batches("train"), 2 * window))
         if not batches:
@@ -153,7 +158,7 @@ def plan_memory(
         batch_size = max(map(trainer.batch_length, batches))
         tracker.batch_bytes = max(map(_bytes_of, batches))
         layer = _Phases(trainer, tracker, None if size == 1 else parallel)
-        with warnings.catch_warnings(), fake_group(size), _after_warm_up(parallel, notes), tracker:
+        with warnings.catch_warnings(), fake_group(size), _after_warm_up(parallel, notes), _plain_lstm(), tracker:
             warnings.simplefilter("ignore")
             layer.fit(max_length=Batches(2 * window), checkpoint_period=Batches(0))
     notes += [f"{place}: a result whose length depends on values has its full length" for place in tracker.full_lengths]
@@ -237,13 +242,17 @@ class _Phases(TrainerDecorator):
     def setup(self) -> None:
         tracker, model = self.tracker, self.context.model
         assert model is not None
-        # A model on the device `meta`. A plan needs no values, so its modules need no `reset_parameters`, and torch
-        # would give each use of a tied weight a parameter of its own when it moves the model.
-        if allocated := allocate(model):
+        # A model on the device `meta` or on an accelerator, or in another memory format. A plan needs no values, so its
+        # modules need no `reset_parameters`, and torch would give each use of a tied weight a parameter of its own when
+        # it moves or converts the model.
+        if allocated := allocate(model, self.core.options.memory_format):
             for optimizer in self.context.optimizers:
+                # It may be on the accelerator. The first window creates it.
+                optimizer.state.clear()
                 replace_parameters(optimizer, allocated)
-            # It is in place, and torch cannot move parameters without data.
+            # It is in place, and its bytes do not depend on the format.
             vars(self.core)["_placed"] = weakref.ref(model)
+            vars(self.core.options)["memory_format"] = None
         super().setup()
         for parameter in model.parameters():
             tracker.add(own_part(parameter), "parameters")
@@ -325,6 +334,21 @@ class _Phases(TrainerDecorator):
 
 
 @contextmanager
+def _plain_lstm() -> Iterator[None]:
+    """Let torch compute an LSTM by plain operators.
+
+    The operator of oneDNN stores all activations in a workspace, whose size is 0 for tensors without data.
+    """
+    # Not `flags`, which also sets other options, with a warning.
+    onednn: Any = torch.backends.mkldnn
+    before, onednn.enabled = onednn.enabled, False
+    try:
+        yield
+    finally:
+        onednn.enabled = before
+
+
+@contextmanager
 def _after_warm_up(parallel: DataParallel | None, notes: list[str]) -> Iterator[None]:
     """Compress the gradients of all updates, as after the first updates of a run, which may send them in full."""
     before = None if parallel is None else parallel._exchanges._compression
@@ -341,9 +365,42 @@ def _after_warm_up(parallel: DataParallel | None, notes: list[str]) -> Iterator[
 
 
 @contextmanager
-def _restore_tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Restore the tensors of a model and of its optimizers: setup may move, shard or replace them by empty ones."""
-    saved = [(module, type(module), _copy_of(module)) for module in model.modules()]
+def _on_cpu(trainer: Trainer) -> Iterator[None]:
+    """Plan for the CPU, because torch can neither pin tensors without data nor order their copies by streams.
+
+    `preserve_state` restores the attributes.
+    """
+    context, device, core = trainer.context, trainer.context.device, trainer.core
+    if device.type == "cpu" or context.model is None:
+        yield
+        return
+    tensors = (*context.model.parameters(), *context.model.buffers())
+    is_placed = any(it.device.type not in ("cpu", "meta") for it in tensors)
+    context.device = torch.device("cpu")
+    # They may have been built for the accelerator.
+    if isinstance(core, SingleProcessTrainer):
+        core._move = batch_mover(core.options.memory_format, context.device)
+    if context.precision is not None:
+        context.precision = context.precision.for_device("cpu")
+    for layer in layers(trainer):
+        if isinstance(layer, MixedPrecision):
+            layer._precision = layer._get_precision().for_device("cpu")
+    try:
+        yield
+    finally:
+        # Only then: to restore the state of a model that is on the CPU, the model would be moved.
+        if is_placed:
+            context.device = device
+
+
+@contextmanager
+def _restore_tensors(trainer: Trainer) -> Iterator[None]:
+    """Restore the tensors of the model, optimizers, criterion and metrics: setup may move, shard or replace them."""
+    context = trainer.context
+    optimizers = context.optimizers
+    parts = [context.model, getattr(trainer.core, "criterion", None), *context.run.metrics.values()]
+    modules = [module for part in parts if isinstance(part, nn.Module) for module in part.modules()]
+    saved = [(module, type(module), _copy_of(module)) for module in modules]
     groups = [(optimizer, group, list(group["params"])) for optimizer in optimizers for group in optimizer.param_groups]
     try:
         yield

@@ -18,7 +18,7 @@ from dovetail.trainers import other_libraries
 
 PrecisionName = Literal["auto", "fp32", "fp16", "bf16"]
 
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_DTYPES: dict[PrecisionName, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Precision:
@@ -56,6 +56,11 @@ class Precision:
         self._scale, self._num_known = init_scale, 0
         # By reference, not by id: another optimizer may get the id of one that was deleted.
         self._watched: WeakSet[Optimizer] = WeakSet()
+
+    def for_device(self, device_type: str) -> Precision:
+        """Return a new precision with the same dtype for another type of device."""
+        name: PrecisionName = next(it for it, dtype in _DTYPES.items() if dtype is self.dtype)
+        return Precision(name, device_type, self._init_scale)
 
     def start_run(self, *, is_new_run: bool) -> None:
         """Start a run: a new run with the initial scale, a continued one with the current scale."""

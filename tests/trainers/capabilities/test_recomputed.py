@@ -6,6 +6,7 @@ import random
 import weakref
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -224,6 +225,30 @@ def test_the_model_is_restored_after_an_error(problem: Problem) -> None:
     model: Any = trainer.model
     assert [block for block in model.blocks if "forward" in vars(block)] == [model.blocks[1]]
     assert model.blocks[1].forward is own
+
+
+class Cached(Net):
+    """A part of a model, with a configuration of its own, as the decoder of an encoder-decoder model has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.seen = SimpleNamespace(use_cache=True), set[bool]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add(self.config.use_cache)
+        return super().forward(x)
+
+
+def test_the_caches_of_all_parts_are_off_during_a_run(problem: Problem) -> None:
+    parts = Cached(), Cached()
+    # Two parts may share a configuration, and a cache that is off stays off.
+    parts[1].config, off = parts[0].config, SimpleNamespace(use_cache=False)
+    vars(parts[1].head)["config"] = off
+    model = nn.Sequential(parts[0], nn.Linear(3, 6), parts[1])
+    train(ActivationCheckpointTrainer(Trainer(model, "cpu", batch_size=8, verbose=False), blocks=[Block]), problem)
+    assert parts[0].seen == parts[1].seen == {False}
+    assert parts[0].config.use_cache
+    assert not off.use_cache
 
 
 def test_averaged_weights_do_not_change_with_recomputed_blocks(problem: Problem) -> None:

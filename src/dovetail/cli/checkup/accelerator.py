@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -44,7 +46,10 @@ def check_accelerator(report: Path, module: str = _MODULE, patience: float = _PA
             process.kill()
             out, log = process.communicate()
             end = f"the process was stopped after {patience:.0f} seconds"
-    lines: list[dict[str, Any]] = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    end, log = _without_paths(end), _without_paths(log)
+    lines: list[dict[str, Any]] = [
+        _without_paths(json.loads(line)) for line in out.splitlines() if line.startswith("{")
+    ]
     if lines and lines[0].get("device", ...) is None:
         raise ConfigError(
             f"no accelerator: torch {lines[0]['torch']} finds only the CPU; run this command on a machine with a "
@@ -63,3 +68,30 @@ def check_accelerator(report: Path, module: str = _MODULE, patience: float = _PA
     }
     report.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return checks
+
+
+# A path in quotes, which may contain spaces, or a path without spaces. A URL and a fraction such as 1/2 are none.
+_PATH = re.compile(
+    r"""(?<=["'])(?:~?/|[A-Za-z]:\\)[^"'\n]+(?=["'])"""
+    r"""|(?<![\w.:/~])(?:~?(?:/[^\s/"':,;()<>]+){2,}|[A-Za-z]:(?:\\[^\s\\"':,;()<>]+)+)"""
+)
+_PACKAGES = re.compile(r".*[\\/](?:site|dist)-packages[\\/]")
+
+
+def _without_paths(value: Any) -> Any:
+    """Return text, or plain values with text, in which a path is shortened to its file or its place in a package."""
+    if isinstance(value, dict):
+        return {name: _without_paths(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_without_paths(each) for each in value]
+    if not isinstance(value, str):
+        return value
+    home = os.path.expanduser("~")
+    # It may contain spaces. In a container it may be the root of all paths.
+    return _PATH.sub(_shortened, value.replace(home, "~") if len(home) > 1 else value)
+
+
+def _shortened(match: re.Match[str]) -> str:
+    path = match[0]
+    inside = _PACKAGES.sub("", path)
+    return "…/" + (inside if inside != path else re.split(r"[\\/]", path)[-1])

@@ -33,29 +33,42 @@ def initialize(model: nn.Module, seed: int, finish: Callable[[nn.Module], None] 
     """
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
-        for name, module, is_new in _allocate_all(model):
+        for name, module, is_new in _allocate_all(model, lambda it: it.is_meta):
             if is_new:
                 _reset(name or type(model).__name__, module)
             finish(module)
 
 
-def allocate(model: nn.Module) -> dict[int, Tensor]:
-    """Give all parameters and buffers memory without values, and return the new tensors by the id of the old ones."""
+def allocate(model: nn.Module, memory_format: str | None = None) -> dict[int, Tensor]:
+    """Replace parameters and buffers that a trainer would move or convert by tensors without values on the CPU.
+
+    Args:
+        model: The model.
+        memory_format: `channels_last`, or None for no change.
+
+    Returns:
+        The new tensors by the id of the old ones.
+    """
+
+    def is_missing(value: Tensor) -> bool:
+        # Torch would also convert a kernel of one pixel, which has both formats.
+        return value.device.type != "cpu" or (memory_format is not None and value.ndim == 4)
+
     before = [*model.parameters(), *model.buffers()]
-    for _ in _allocate_all(model):
+    for _ in _allocate_all(model, is_missing):
         pass
     after = [*model.parameters(), *model.buffers()]
     return {id(old): new for old, new in zip(before, after, strict=True) if old is not new}
 
 
-def _allocate_all(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Allocate the tensors of each module; yield its name, the module, and whether one of them is new."""
+def _allocate_all(model: nn.Module, is_missing: Callable[[Tensor], bool]) -> Iterator[tuple[str, nn.Module, bool]]:
+    """Allocate the missing tensors of each module; yield its name, the module, and whether one of them is new."""
     uses = Counter(id(value) for _, module in _children_first(model) for _, value in _own(module))
     # Shared parameters stay shared. The others are not held here, so that a sharded block frees its whole tensors.
     shared: dict[int, Tensor] = {}
     kept: list[Tensor] = []
     for name, module in _children_first(model):
-        missing = [(key, value) for key, value in _own(module) if value.is_meta]
+        missing = [(key, value) for key, value in _own(module) if is_missing(value)]
         is_new = any(id(value) not in shared for _, value in missing)
         for key, value in missing:
             filled = shared[id(value)] if id(value) in shared else _allocate(value)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from dovetail.accelerators import random_state, set_random_state
 from dovetail.errors import ConfigError
 from dovetail.trainers.capabilities.core import Capability
 from dovetail.trainers.capabilities.tensor_parallel import local_forward
@@ -67,8 +68,8 @@ class ActivationCheckpointing(Capability):
     _keep: tuple[str, ...]
     _replaced: list[tuple[nn.Module, Any]]
     _recomputed_names: list[str]
-    # The configuration of a model of transformers whose cache is switched off during the run.
-    _uncached: Any
+    # The configurations of models of transformers whose cache is switched off during the run.
+    _uncached: list[Any]
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class ActivationCheckpointing(Capability):
         self._every = every
         self.num_recomputed = None
         self._keep = _operators(keep)
-        self._replaced, self._recomputed_names, self._uncached = [], [], None
+        self._replaced, self._recomputed_names, self._uncached = [], [], []
         super().__init__(*args, **kwargs)
 
     @property
@@ -119,12 +120,15 @@ class ActivationCheckpointing(Capability):
         for _, block in chosen:
             before = vars(block).get("forward")
             # Not a wrapper module: the keys of the state and the types of the modules must not change.
-            vars(block)["forward"] = _Recomputed(block, local_forward(block, block.forward), keep)
+            vars(block)["forward"] = _Recomputed(block, local_forward(block, block.forward), keep, context.device)
             self._replaced.append((block, before))
-        config: Any = getattr(model, "config", None)
-        if getattr(config, "use_cache", False) is True:
-            # A block of transformers would append its keys and values to the cache a second time.
-            config.use_cache, self._uncached = False, config
+        # The decoder of T5 has a configuration of its own, and a model of transformers may be a part of another model.
+        for module in model.modules():
+            config: Any = getattr(module, "config", None)
+            if getattr(config, "use_cache", False) is True:
+                # A block of transformers would append its keys and values to the cache a second time.
+                config.use_cache = False
+                self._uncached.append(config)
 
     def teardown(self, error: BaseException | None) -> None:
         """Restore the forward of the blocks."""
@@ -134,8 +138,9 @@ class ActivationCheckpointing(Capability):
             else:
                 vars(block)["forward"] = before
         self._replaced = []
-        if self._uncached is not None:
-            self._uncached.use_cache, self._uncached = True, None
+        for config in self._uncached:
+            config.use_cache = True
+        self._uncached = []
         super().teardown(error)
 
 
@@ -146,10 +151,11 @@ class _Recomputed:
         block: The module.
         forward: The forward of the module before.
         keep: Operators whose results are stored.
+        device: The device of the run.
     """
 
-    def __init__(self, block: nn.Module, forward: Callable[..., Any], keep: list[Any]) -> None:
-        self._block, self._forward, self._keep = block, forward, keep
+    def __init__(self, block: nn.Module, forward: Callable[..., Any], keep: list[Any], device: torch.device) -> None:
+        self._block, self._forward, self._keep, self._device = block, forward, keep, device
         # Names of the buffers that a forward changes; None before the first forward, for which all are copied.
         self._changing: set[str] | None = None
 
@@ -165,21 +171,22 @@ class _Recomputed:
             context: dict[str, Any] = {"context_fn": partial(_selective, self._keep)} if self._keep else {}
             return checkpoint(self._forward, *args, use_reentrant=False, **context, **kwargs)
         first, second = _selective(self._keep) if self._keep else (nullcontext(), nullcontext())
-        random_numbers = _SameRandomNumbers(second)
+        random_numbers = _SameRandomNumbers(second, self._device)
+        # Torch finds the device, whose autocast and random numbers it restores, only in positional arguments.
+        forward, args = _positional(self._forward, args, kwargs)
         if not buffers:
             contexts = first, random_numbers
-            outputs = checkpoint(self._forward, *args, use_reentrant=False, context_fn=lambda: contexts, **kwargs)
+            outputs = checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: contexts)
             random_numbers.end_first()
             return outputs
         changing = self._changing
         copies = {name: it.clone() for name, it in buffers.items() if changing is None or name in changing}
         versions = {name: it._version for name, it in buffers.items()}
         outputs = checkpoint(
-            self._forward,
+            forward,
             *args,
             use_reentrant=False,
             context_fn=lambda: (first, _OldBuffers(self._block, copies, random_numbers)),
-            **kwargs,
         )
         random_numbers.end_first()
         now = dict(self._block.named_buffers())
@@ -228,26 +235,41 @@ class _OldBuffers:
             self._present = []
 
 
-class _SameRandomNumbers:
-    """Context in which Python and NumPy draw the numbers of the first computation again; torch restores its own.
+def _positional(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return a function that takes all arguments by position, and these arguments."""
+    if not kwargs:
+        return forward, args
+    number, names = len(args), tuple(kwargs)
 
-    Otherwise a block that draws with `random.random()`, such as LayerDrop, would compute something else.
+    def call(*values: Any) -> Any:
+        return forward(*values[:number], **dict(zip(names, values[number:], strict=True)))
+
+    return call, (*args, *kwargs.values())
+
+
+class _SameRandomNumbers:
+    """Context in which Python, NumPy and the device draw the numbers of the first computation again.
+
+    Otherwise a block that draws with `random.random()`, such as LayerDrop, would compute something else. Torch restores
+    its numbers of the CPU, and those of a device whose module has the attribute `_initialized`; that of mps has not.
     """
 
-    def __init__(self, inner: AbstractContextManager[Any]) -> None:
-        self._inner = inner
-        self._first: list[Any] | None = _states()
+    def __init__(self, inner: AbstractContextManager[Any], device: torch.device) -> None:
+        self._inner, self._device = inner, device
+        self._first: list[Any] | None = _states(device)
         self._present: list[Any] | None = None
 
     def end_first(self) -> None:
         """Drop the states if the first computation has drawn nothing, which is usual."""
-        if self._first == _states():
+        if self._first == _states(self._device):
             self._first = None
 
     def __enter__(self) -> None:
         if self._first is not None:
-            self._present = _states()
-            _set_states(self._first)
+            self._present = _states(self._device)
+            _set_states(self._device, self._first)
         self._inner.__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -255,21 +277,24 @@ class _SameRandomNumbers:
             self._inner.__exit__(*error)
         finally:
             if self._present is not None:
-                _set_states(self._present)
+                _set_states(self._device, self._present)
                 self._present = None
 
 
-def _states() -> list[Any]:
-    """Return the states of the generators of Python and NumPy, which can be compared."""
+def _states(device: torch.device) -> list[Any]:
+    """Return the states of the generators of Python, NumPy and an accelerator, which can be compared."""
     state: Any = np.random.get_state(legacy=True)
     kind, numbers, *rest = state
-    return [random.getstate(), kind, numbers.tobytes(), *rest]
+    own = random_state(device)
+    return [random.getstate(), None if own is None else own.numpy().tobytes(), kind, numbers.tobytes(), *rest]
 
 
-def _set_states(states: list[Any]) -> None:
-    python, kind, numbers, *rest = states
+def _set_states(device: torch.device, states: list[Any]) -> None:
+    python, own, kind, numbers, *rest = states
     random.setstate(python)
     np.random.set_state((kind, np.frombuffer(numbers, np.uint32), *rest))
+    if own is not None:
+        set_random_state(device, torch.frombuffer(bytearray(own), dtype=torch.uint8))
 
 
 def _selective(keep: list[Any]) -> Contexts:
