@@ -60,6 +60,7 @@ def test_an_unknown_keyword_suggests_the_nearest() -> None:
         ({"best_mode": "up"}, "best_mode: expected 'min', 'max' or None, got 'up'"),
         ({"on_save_error": "ignore"}, "on_save_error: expected 'raise' or 'warn', got 'ignore'"),
         ({"seed": "1"}, "seed: expected a whole number or None, got '1'"),
+        ({"checkpoint_dir": None}, "checkpoint_dir: expected the path of a folder, got None; leave it out"),
         ({"early_stop": 3}, "early_stop: expected the keys 'num_epochs' and 'improv', got 3"),
         ({"nonfinite": "explode"}, "nonfinite: expected 'raise', 'stop', 'warn' or 'ignore', got 'explode'"),
         ({"loss_function": "CrosEntropyLoss"}, "unknown loss 'CrosEntropyLoss': did you mean 'CrossEntropyLoss'"),

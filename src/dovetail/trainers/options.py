@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import FrozenInstanceError, dataclass, fields
 from datetime import timedelta
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, cast
 
@@ -181,6 +182,11 @@ class TrainerOptions:
                 raise ConfigError(f"{name}: expected {', '.join(others)} or {last}, got {value!r}")
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, SupportsIndex)):
             raise ConfigError(f"seed: expected a whole number or None, got {self.seed!r}")
+        if not isinstance(self.checkpoint_dir, (str, PathLike)):
+            raise ConfigError(
+                f"checkpoint_dir: expected the path of a folder, got {self.checkpoint_dir!r}; leave it out for a run "
+                "without checkpoints"
+            )
         if self.collate_fn is not None and not callable(self.collate_fn):
             raise ConfigError(f"collate_fn: expected a function of a list of samples, got {self.collate_fn!r}")
         window = self.early_stop
