@@ -200,7 +200,7 @@ def find_learning_rate(
         >>> x = torch.randn(256, 4); y = (x.sum(dim=1) > 0).long()
         >>> trainer = Trainer(torch.nn.Linear(4, 2), optim_function="SGD", batch_size=8, verbose=False, seed=0)
         >>> trainer.options.learning_rate = find_learning_rate(trainer, (x, y))
-        >>> 1e-6 < trainer.options.learning_rate < 10
+        >>> 1e-6 <= trainer.options.learning_rate <= 10
         True
     """
     finder = LRFinder(trainer, **{"lr_max": 10.0, **settings})
