@@ -111,8 +111,8 @@ def test_a_fork_server_that_was_killed_between_calls_is_replaced() -> None:
     trainer = make_trainer(Whereabouts())
     _, parents, *_ = _columns(trainer)
     (parent,) = parents
+    # The system needs some time to end it: the next call may find it with and without an exit code.
     os.kill(parent, signal.SIGKILL)
-    _wait_until(lambda: _is_gone(parent))
     _, others, *_ = _columns(trainer)
     assert parents.isdisjoint(others)
 

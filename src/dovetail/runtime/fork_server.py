@@ -124,8 +124,12 @@ class ForkServer:
         self._process.wait()
 
     def is_alive(self) -> bool:
-        """Return whether it can receive requests."""
-        return self._socket.fileno() >= 0 and self._process.poll() is None
+        """Return whether it answers a request."""
+        # A process that was killed has no exit code until the system has freed its memory, so the code says less.
+        with suppress(OSError):
+            self._send_request(b"i", body=json.dumps([]).encode())
+            return True
+        return False
 
     def has_workers(self) -> bool:
         """Return whether there are workers whose exit code was not requested."""
@@ -141,12 +145,12 @@ class ForkServer:
                 socket.send_fds(self._socket, [_REQUEST.pack(what, pid, grace, len(body))], descriptors)
                 self._socket.sendall(body)
                 answer = self._socket.recv(_ANSWER.size, socket.MSG_WAITALL)
+                if len(answer) < _ANSWER.size:
+                    raise BrokenPipeError("the fork server is dead")
             except BaseException:
                 # Otherwise the answer to an interrupted request would be read as the answer to the next one.
                 self._socket.close()
                 raise
-        if len(answer) < _ANSWER.size:
-            raise BrokenPipeError("the fork server is dead")
         return int(_ANSWER.unpack(answer)[0])
 
 

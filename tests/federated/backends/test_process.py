@@ -111,6 +111,14 @@ def test_a_killed_fork_server_is_replaced() -> None:
     assert fork_servers.fork_server() is not home
 
 
+@pytest.mark.usefixtures("forking")
+def test_a_fork_server_that_is_ending_is_replaced() -> None:
+    home = fork_servers.fork_server()
+    os.kill(home._process.pid, signal.SIGKILL)
+    # It has no exit code yet, because the system frees its memory first.
+    assert fork_servers.fork_server() is not home
+
+
 def test_a_client_over_the_timeout_is_left_out_and_its_process_ended(tmp_path: Path) -> None:
     def hang_for_long() -> None:
         (tmp_path / "pid").write_text(str(os.getpid()))
