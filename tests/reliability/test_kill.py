@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -223,3 +224,32 @@ def test_a_run_survives_a_kill_at_any_file_operation(nursery: Nursery, tmp_path:
         if code != 0 or (differing := _differing(_files(place), reference)):
             wrong[operation] = code or differing
     assert not wrong, wrong
+
+
+_KILLED_READER = """
+import os, signal
+from dovetail.data import DataLoader
+
+def kill_parent(worker):
+    parent = os.getppid()
+    print(os.getpid(), flush=True)
+    os.kill(parent, signal.SIGKILL)
+    while os.getppid() == parent:
+        pass
+
+list(DataLoader(range(8), num_workers=1, worker_init_fn=kill_parent))
+"""
+
+
+@pytest.mark.usefixtures("forking")
+def test_a_data_worker_ends_if_its_parent_is_killed_while_it_starts() -> None:
+    with subprocess.Popen([sys.executable, "-c", _KILLED_READER], stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdout is not None
+        worker = int(reader.stdout.readline())
+        try:
+            # The worker has the other end of the pipe, so this waits for its end, too.
+            assert reader.communicate(timeout=60)[0] == ""
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(worker, signal.SIGKILL)
+    assert reader.returncode == -signal.SIGKILL

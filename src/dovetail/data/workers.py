@@ -6,6 +6,8 @@ generators must be set to the states that the workers of the first run had reach
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import random
 import re
 import warnings
@@ -71,7 +73,9 @@ class WorkerStates:
         stamping = _Stamping(collate_fn, self._keeps_global)
         # Torch passes these two functions to the workers when it starts them.
         loader.collate_fn = stamping
-        loader.worker_init_fn = _Initialization(worker_init_fn, stamping, list(self.states), self._offset)
+        context = loader.multiprocessing_context or multiprocessing
+        parent = None if context.get_start_method() == "forkserver" else os.getpid()
+        loader.worker_init_fn = _Initialization(worker_init_fn, stamping, list(self.states), self._offset, parent)
         try:
             yield
         finally:
@@ -193,13 +197,19 @@ class _Stamping:
 
 @dataclass
 class _Initialization:
-    """Initialises a worker: sets its role and seed, calls the user's `worker_init_fn`, restores its random state."""
+    """Initialises a worker: sets its role and seed, calls the user's `worker_init_fn`, restores its random state.
+
+    It ends the worker if its parent has ended. Torch's workers notice this only if it happens later, and would wait for
+    their first batch forever.
+    """
 
     worker_init_fn: Callable[[int], Any] | None
     # The same object as the worker's `collate_fn`; pickling both together preserves this.
     stamping: _Stamping
     states: list[State | None]
     offset: int
+    # The process that starts the worker; None if a fork server does.
+    parent: int | None
 
     def __call__(self, worker_id: int) -> None:
         role = (worker_id + self.offset) % len(self.states)
@@ -211,6 +221,8 @@ class _Initialization:
         state = self.states[role]
         if state is not None:
             self.stamping.restore(state)
+        if self.parent is not None and os.getppid() != self.parent:
+            os._exit(1)
 
 
 def seed_generators(seed: int) -> None:
