@@ -59,6 +59,10 @@ def make_data(library: str, folder: Path, num_workers: int) -> Any:
         return torchdata(num_workers)
     if library == "MosaicML streaming":
         VISION["enable"]()
+        if "RANK" in os.environ:
+            # Otherwise the library creates and destroys a group of its own twice, at one port. If a process is slow,
+            # the others then wait in the store of the earlier group.
+            torch.distributed.init_process_group("gloo")
     (folder / "data").mkdir(exist_ok=True)
     return DataLoader(LIBRARIES[library](folder / "data"), batch_size=BATCH_SIZE, num_workers=num_workers)
 
