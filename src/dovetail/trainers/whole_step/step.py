@@ -6,7 +6,7 @@ import copy
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from itertools import compress
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -113,7 +113,8 @@ class WholeStep:
         describe: Callable[[], Any] | None = None,
     ) -> None:
         self.optimizer = optimizer
-        self._describe = with_code(describe)
+        # The second one is called by the first comparison after `recheck`, which has called it for the same batch.
+        self._describe = self._describe_now = with_code(describe)
         self._tolerance = tolerance
         self._backend = backend
         self._compute = compute
@@ -136,8 +137,7 @@ class WholeStep:
         # State of the run: how often each form has come, the forms that have graphs, and the previous form.
         self._seen: dict[str, int] = {}
         self._compiled: set[str] = set()
-        self._previous = ""
-        self._is_among_many = False
+        self._previous, self._is_among_many = "", False
         # True if the next graph is compared with an eager step, unless this was done for equal inputs.
         self._is_unchecked = True
         self._read: Any = None
@@ -208,10 +208,10 @@ class WholeStep:
             read: All inputs of `compute` besides tensors: a graph that was compared with equal inputs is not compared
                 again. None if they are unknown.
         """
-        self._is_unchecked, self._read = True, read
+        self._is_unchecked, self._read, self._describe_now = True, read, self._describe and cache(self._describe)
         # Once in a run, because compiling takes seconds: a validation may set an attribute for the first time.
         if not self._is_among_many and not self._has_replaced:
-            old = [name for name, graph in self._graphs.items() if has_changed(graph, self._describe)]
+            old = [name for name, graph in self._graphs.items() if has_changed(graph, self._describe_now)]
             for name in old:
                 del self._graphs[name]
             self._has_replaced, self._last = bool(old), None if old else self._last
@@ -235,7 +235,7 @@ class WholeStep:
                 with undo_if_rejected(self._spaces):
                     self._expected = fill_caches(self._compute, self._root, batch, leaves, self._spaces)
                     self._graphs[name] = self._compile([batch], leaves)
-                self._is_unchecked = True
+                self._is_unchecked, self._describe_now = True, self._describe
                 if len(self._graphs) > _MOST_KEPT:
                     del self._graphs[next(iter(self._graphs))]
             self._compiled.add(name)
@@ -537,8 +537,9 @@ class WholeStep:
         """Make one update with a graph that is compared with `compute`."""
         tolerance = self._tolerance if self._backend == "inductor" else min(SHARP, self._tolerance)
         known, self._expected = self._expected, None
+        describe, self._describe_now = self._describe_now, self._describe
         compute = partial(compute_only, self._compute, self._root, batch, leaves)
-        return run_and_compare(graph, leaves, lambda: [known or compute()], tolerance, describe=self._describe)
+        return run_and_compare(graph, leaves, lambda: [known or compute()], tolerance, describe=describe)
 
 
 _PARAMS, _RATE = itemgetter("params"), itemgetter("lr")
