@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import shutil
@@ -13,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 # Two test processes on two cores: torch's second thread would only spin. Set before torch is imported.
@@ -22,19 +24,38 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# Tests sync thousands of small files. In memory this waits for no disk, and a killed process loses nothing of either.
-# `make torture` uses the disk.
-_MEMORY = Path("/dev/shm")
-if (
-    "TMPDIR" not in os.environ
-    and os.environ.get("DOVETAIL_TORTURE") != "1"
-    and os.access(_MEMORY, os.W_OK)
-    and shutil.disk_usage(_MEMORY).free > 6e9
-    # Tests compile libraries and load them from their folders.
-    and not os.statvfs(_MEMORY).f_flag & os.ST_NOEXEC
-):
-    os.environ["TMPDIR"] = str(_MEMORY)
+
+def _keep_files_in_memory() -> Path | None:
+    """Use a new folder in memory for temporary files, if there is room; remove those of ended runs.
+
+    Tests sync thousands of small files. In memory this waits for no disk, and a killed process loses nothing of either.
+    `make torture` uses the disk.
+
+    Returns:
+        The folder; None for the disk, and in a test process that got the folder from the one that started it.
+    """
+    memory = Path("/dev/shm")
+    if (
+        "TMPDIR" in os.environ
+        or os.environ.get("DOVETAIL_TORTURE") == "1"
+        or not os.access(memory, os.W_OK)
+        or shutil.disk_usage(memory).free < 6e9
+        # Tests compile libraries and load them from their folders.
+        or os.statvfs(memory).f_flag & os.ST_NOEXEC
+    ):
+        return None
+    for old in memory.glob(f"{_FOLDERS}*"):
+        if not psutil.pid_exists(int(old.name.removeprefix(_FOLDERS))):
+            shutil.rmtree(old, ignore_errors=True)
+    folder = memory / f"{_FOLDERS}{os.getpid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    os.environ["TMPDIR"] = str(folder)
     tempfile.tempdir = None
+    return folder
+
+
+_FOLDERS = "dovetail-tests-"
+_IN_MEMORY = _keep_files_in_memory()
 
 # If Comet is installed, transformers imports it with its trainer: without telemetry, and without patches of torch.
 os.environ.setdefault("COMET_ERROR_TRACKING_ENABLE", "false")
@@ -142,9 +163,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> Iterator[None]:
     """Repeat in the last line that tests in a browser were skipped, because the summary above it is long."""
     yield
+    # The files of failed tests stay in memory until the next run. At the exit, because other test processes still run.
+    if _IN_MEMORY is not None and not exitstatus:
+        atexit.register(shutil.rmtree, _IN_MEMORY, ignore_errors=True)
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     # Test processes of pytest-xdist have no reporter.
     if reporter is not None and any("chromium" in str(it.longrepr) for it in reporter.stats.get("skipped", [])):
