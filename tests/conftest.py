@@ -48,7 +48,8 @@ def _keep_files_in_memory() -> Path | None:
         if not psutil.pid_exists(int(old.name.removeprefix(_FOLDERS))):
             shutil.rmtree(old, ignore_errors=True)
     folder = memory / f"{_FOLDERS}{os.getpid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    # Other users may enter it: a PostgreSQL server does not run as root.
+    folder.mkdir(mode=0o755, exist_ok=True)
     os.environ["TMPDIR"] = str(folder)
     tempfile.tempdir = None
     return folder
