@@ -266,16 +266,15 @@ class TestSeveralProcesses:
         done = launch(folder, "--slots", "2", "fail.py")
         assert done.returncode == 1
         lines = [line for line in done.stderr.splitlines() if line]
-        # Two processes write at the same time.
-        assert sorted(lines) == sorted(
-            [
-                "[rank1]: Traceback (most recent call last):",
-                '[rank1]:   File "fail.py", line 5, in <module>',
-                "[rank1]:     raise ValueError('no luck')",
-                "[rank1]: ValueError: no luck",
-                "dovetail.launch: rank 0 exits: rank 1 failed: ValueError: no luck",
-            ]
-        )
+        assert [line for line in lines if line.startswith("[rank1]")] == [
+            "[rank1]: Traceback (most recent call last):",
+            '[rank1]:   File "fail.py", line 5, in <module>',
+            "[rank1]:     raise ValueError('no luck')",
+            "[rank1]: ValueError: no luck",
+        ]
+        # The launcher may end the other process before it has written this.
+        others = [line for line in lines if not line.startswith("[rank1]")]
+        assert others in ([], ["dovetail.launch: rank 0 exits: rank 1 failed: ValueError: no luck"])
 
     @pytest.mark.usefixtures("forking")
     @pytest.mark.parametrize(("end", "code"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 137)])
