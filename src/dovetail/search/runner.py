@@ -128,7 +128,8 @@ class Runner:
             before = self.store.experiment(self.experiment_id)
             wanted = _read_request(self._directory)
             is_granted = wanted is None or (wanted == "pause" and before.state == "PAUSED")
-            if before.state in OVER or is_granted:
+            # Only one that was read: another one may be made right now.
+            if wanted is not None and (before.state in OVER or is_granted):
                 self._remove_request()
             if before.state not in OVER and not (only_request and is_granted):
                 self._load(before)
