@@ -297,7 +297,7 @@ def test_buttons_kill_a_trial_and_pause_resume_and_kill_its_experiment(tab: Tab,
     # Its first trial is canceled already, so the text alone says nothing about the experiment.
     store = Store.open(home)
     until(lambda: store.experiment(1).state == "CANCELED" and not store.experiment(1).is_running)
-    assert not page.get_by_role("button", name="Resume").is_enabled()
+    until(lambda: not page.get_by_role("button", name="Resume").is_enabled())
 
 
 def test_no_view_is_wider_than_a_phone_in_dark_and_light(tab: Tab) -> None:
